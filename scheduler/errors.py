@@ -1,0 +1,28 @@
+"""Everything that can go wrong in the scheduler, as one visible tree.
+
+All of them survive pickling: the message is the only state that matters to a reader far away.
+"""
+
+
+class SchedulerError(Exception):
+    """Base of all errors raised by `scheduler/`."""
+
+
+class OutOfBlocks(SchedulerError):
+    """More blocks were asked for than are free. Nothing was changed."""
+
+
+class CacheInUse(SchedulerError):
+    """The prefix cache cannot be reset while requests hold blocks. Nothing was changed."""
+
+
+class ProtocolError(SchedulerError):
+    """A message contradicts what was agreed: a gap in step ids, a result nobody asked for."""
+
+
+class IllegalMove(SchedulerError):
+    """A request was moved between two states that no rule connects; carries its story."""
+
+
+class BrokenInvariant(SchedulerError):
+    """State that must hold after every step does not. Always a bug of ours."""

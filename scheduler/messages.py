@@ -1,0 +1,355 @@
+"""Every message that crosses a process: frozen, slotted, and a closed set.
+
+A message is full once and a difference after: `Open` carries all that a worker needs to
+know of a sequence, `Extend` only what is new, `Close` nothing but the reason.
+
+Token ids have two shapes. A whole prompt travels *packed* (`pack_token_ids`: little-endian
+int32), because 128,000 small integers cost msgpack milliseconds and a copy costs nothing;
+the few ids of one step travel as a tuple.
+"""
+
+import sys
+from array import array
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+PackedTokenIds: TypeAlias = bytes
+"""Token ids as little-endian int32, 4 bytes each."""
+
+TOKEN_BYTES = 4
+_BIG_ENDIAN = sys.byteorder == "big"
+
+
+def pack_token_ids(token_ids: Iterable[int]) -> PackedTokenIds:
+    """The packed form of `token_ids`; raises OverflowError for an id that needs over 31 bits."""
+    packed = array("i", token_ids)
+    if _BIG_ENDIAN:
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_token_ids(packed: PackedTokenIds) -> "array[int]":
+    """A new array of the packed ids; raises ValueError if `packed` is no multiple of 4 bytes."""
+    token_ids = array("i")
+    token_ids.frombytes(packed)
+    if _BIG_ENDIAN:
+        token_ids.byteswap()
+    return token_ids
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of all messages. They form trees, never cycles, so the collector can skip them."""
+
+
+# ---------------------------------------------------------------------------------------
+# Vocabulary
+
+
+class InterruptionCause(StrEnum):
+    """Why a running request lost its blocks."""
+
+    BLOCKS = "blocks"
+    """The pool ran dry."""
+    SLOTS = "slots"
+    """A strictly more urgent request took its place among `max_num_seqs`."""
+    WORKER_LOST = "worker_lost"
+    SCHEDULER_LOST = "scheduler_lost"
+    RESIZE = "resize"
+    DRAIN = "drain"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class EndReason(StrEnum):
+    """Why somebody outside the scheduler ends a request."""
+
+    STOP = "stop"
+    """A stop text was completed; the ingress alone knows text."""
+    ABORT = "abort"
+    SLOW_CLIENT = "slow_client"
+
+
+class CloseReason(StrEnum):
+    FINISHED = "finished"
+    PREEMPTED = "preempted"
+    ABORTED = "aborted"
+
+
+class SamplingParams(Message):
+    """How the next token is chosen, and when to stop.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. Token sequences in `bad_words`
+    are never completed. The random number of a token depends on (`seed`, position) alone.
+    """
+
+    max_tokens: int
+    seed: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """How many alternatives to report beside each sampled token; None: no logprobs."""
+    prompt_logprobs: int | None = None
+
+
+class SeqRef(Message):
+    """One opening of one request's block table. The attempt rises each time it is opened."""
+
+    request_id: str
+    attempt: int
+
+
+class Interruptions(Message):
+    """What a request went through so far: its preemptions and what they cost."""
+
+    causes: dict[InterruptionCause, int]
+    recovered_tokens: int = 0
+    recomputed_tokens: int = 0
+    stalled_seconds: float = 0.0
+
+    @property
+    def count(self) -> int:
+        return sum(self.causes.values())
+
+
+class Usage(Message):
+    """Tokens of one request. `cached_tokens` is the prefix hit of its first admission."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    interruptions: Interruptions | None = None
+    """None: never interrupted."""
+
+
+class TokenLogprobs(Message):
+    """The log probability of one token, its rank (1 is the likeliest), and the likeliest ones."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class PromptLogprobs(Message):
+    """Rows for the consecutive prompt positions from `first_position` on.
+
+    The row of position p rates the prompt token p given those before it; position 0 has none.
+    """
+
+    first_position: int
+    rows: tuple[TokenLogprobs, ...]
+
+
+# ---------------------------------------------------------------------------------------
+# Ingress to scheduler, and the answer
+
+
+class SubmitRequest(Message):
+    """One sequence to generate. Submitting the same id again changes nothing.
+
+    A *continuation* takes up a request that lost its scheduler: `output_token_ids` are the
+    tokens the client already has, `usage_so_far` is the usage the ingress was last told of.
+    """
+
+    request_id: str
+    client_id: str
+    prompt_token_ids: PackedTokenIds
+    sampling: SamplingParams
+    arrival_seconds: float
+    priority: int = 0
+    """Smaller is more urgent; used under the priority policy only."""
+    cache_salt: str = ""
+    output_token_ids: PackedTokenIds = b""
+    usage_so_far: Usage | None = None
+    """None: a new request, not a continuation."""
+
+
+class EndRequest(Message):
+    """End a request from outside, whatever it is doing.
+
+    `num_output_tokens` is what the client is charged for: up to and with the token that
+    completed a stop text. None: everything sent so far.
+    """
+
+    request_id: str
+    reason: EndReason
+    num_output_tokens: int | None = None
+
+
+class Accepted(Message, tag=True):
+    pass
+
+
+class QueueFull(Message, tag=True):
+    """Too many requests, or too many tokens, are waiting. Try again later."""
+
+    message: str
+
+
+class NeverFits(Message, tag=True):
+    """The request is larger than the whole block pool, which holds `capacity_tokens`."""
+
+    message: str
+    capacity_tokens: int
+
+
+class BadRequest(Message, tag=True):
+    message: str
+    param: str
+
+
+Admission: TypeAlias = Accepted | QueueFull | NeverFits | BadRequest
+
+
+# ---------------------------------------------------------------------------------------
+# Scheduler to workers
+
+
+class Open(Message, tag=True):
+    """Open a block table: all that a worker needs to know of a sequence.
+
+    The KV of `token_ids[:num_computed]` already lies in `block_ids`.
+    """
+
+    seq: SeqRef
+    token_ids: PackedTokenIds
+    """Prompt and generated tokens."""
+    num_prompt_tokens: int
+    block_ids: tuple[int, ...]
+    num_computed: int
+    sampling: SamplingParams
+
+
+class Extend(Message, tag=True):
+    """Append to an open table. Ids that the workers sampled under look-ahead are not sent."""
+
+    seq: SeqRef
+    token_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
+
+
+class Close(Message, tag=True):
+    """Forget the table. Its blocks may belong to another sequence from this plan on."""
+
+    seq: SeqRef
+    reason: CloseReason
+
+
+Update: TypeAlias = Open | Extend | Close
+
+
+class SeqWork(Message):
+    """Compute the KV of positions [start, start + num_tokens); `sample` the token after them.
+
+    `start` is redundant on purpose: the worker checks it against its mirror.
+    """
+
+    seq: SeqRef
+    start: int
+    num_tokens: int
+    sample: bool
+
+
+class StepPlan(Message):
+    """One step of one worker group. Updates are applied in order, before any work.
+
+    Step ids start at 0 in every epoch and are consecutive; every plan is answered by one
+    `StepResult`, also a plan of updates only.
+    """
+
+    epoch: int
+    step_id: int
+    updates: tuple[Update, ...]
+    work: tuple[SeqWork, ...]
+
+
+# ---------------------------------------------------------------------------------------
+# Workers to scheduler
+
+
+class SeqOutput(Message):
+    """What one piece of work produced. `error` ends this request and no other."""
+
+    seq: SeqRef
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token where the request asked for them, else empty."""
+    prompt_logprobs: PromptLogprobs | None = None
+    error: str | None = None
+
+
+class StepResult(Message):
+    epoch: int
+    step_id: int
+    outputs: tuple[SeqOutput, ...]
+    execute_seconds: float = 0.0
+
+
+# ---------------------------------------------------------------------------------------
+# Scheduler to ingress
+
+
+class TokenDelta(Message):
+    """News of one request. Exactly one delta of a request is terminal: it has `finish` set.
+
+    `usage` is given on the first token, on the first token after an interruption, and at the
+    end, so that an ingress always knows what a continuation must carry.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """All rows, positions 1 to the last of the prompt, with the first token."""
+    finish: FinishReason | None = None
+    usage: Usage | None = None
+    error: str | None = None
+
+
+class TokenBatch(Message):
+    """All deltas of one step for one ingress replica."""
+
+    step_id: int
+    deltas: tuple[TokenDelta, ...]
+
+
+# ---------------------------------------------------------------------------------------
+# Wire
+
+M = TypeVar("M", bound=Message)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[object, msgspec.msgpack.Decoder[object]] = {}
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes, kind: type[M]) -> M:
+    """The `kind` that `data` encodes; raises msgspec.ValidationError on anything else."""
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    message = decoder.decode(data)
+    assert isinstance(message, kind)
+    return message
