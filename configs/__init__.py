@@ -1,7 +1,14 @@
 """Configuration: typed sections in, YAML and command line read, validated values out."""
 
 from configs.errors import ConfigError
-from configs.resolve import Device, ResolvedConfig, ResolvedSchedulerConfig, resolve
+from configs.load import LoadedConfig, load
+from configs.resolve import (
+    Device,
+    ResolvedCacheConfig,
+    ResolvedConfig,
+    ResolvedSchedulerConfig,
+    resolve,
+)
 from configs.sections import (
     CacheConfig,
     Config,
@@ -16,11 +23,14 @@ __all__ = [
     "Config",
     "ConfigError",
     "Device",
+    "LoadedConfig",
     "ModelConfig",
     "ParallelConfig",
+    "ResolvedCacheConfig",
     "ResolvedConfig",
     "ResolvedSchedulerConfig",
     "SchedulerConfig",
     "ServerConfig",
+    "load",
     "resolve",
 ]

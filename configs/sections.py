@@ -66,7 +66,7 @@ class CacheConfig(Section):
 
     block_size: int = Field(16, ge=1, le=1024)
     """Tokens in one block of KV cache."""
-    num_blocks: int | None = Field(None, ge=2)
+    num_blocks: int | None = Field(None, ge=2, le=1 << 24)
     """Blocks in the pool, with the null block (id 0), which nobody can use. Unset: as many as
     fit into the memory granted by `cache.kv_cache_memory` or `cache.gpu_memory_utilization`."""
     enable_prefix_caching: bool = True
