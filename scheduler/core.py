@@ -101,7 +101,8 @@ class SchedulerCore:
         Continuations are never turned away for the length of the queue.
         """
         self._bury(now)
-        fresh = [m for m in messages if not self._is_known(m.request_id)]
+        by_id = {m.request_id: m for m in reversed(messages) if not self._is_known(m.request_id)}
+        fresh = list(reversed(by_id.values()))
         for message in fresh:
             refusal = bad_request(
                 message, max_model_len=self._max_model_len, policy=self._config.policy
