@@ -141,7 +141,7 @@ def _pairs(
 def _problem(error: Exception) -> str:
     """What is wrong, without words quoted from the file: one of them may be a key."""
     text = " ".join(str(getattr(error, "problem", None) or error).split())
-    return re.sub(r" '(?!<)[^']{2,}'", "", text)
+    return re.sub(r" '(?![<\\])[^']{2,}'", "", text)
 
 
 def _is_null(node: yaml.Node) -> bool:
