@@ -12,6 +12,7 @@ import typer
 
 from cluster.config_command import config
 from cluster.errors import CommandError
+from cluster.simulation_command import simulate
 from configs import ConfigError
 
 
@@ -37,6 +38,7 @@ def _app() -> typer.Typer:
     )
     app.callback()(_root)
     app.command()(config)
+    app.command()(simulate)
     return app
 
 
