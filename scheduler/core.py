@@ -203,8 +203,10 @@ class SchedulerCore:
         old = self.group
         for request in reversed(old.running):
             self._planner.interrupt(request, cause, now)
-        for request in self.requests.values():
-            request.last_planned_step = -1  # step ids begin again
+        for request in self.requests.values():  # step ids begin again
+            request.last_planned_step = -1
+            if request.stall is not None:
+                request.stall.since_step -= old.window.next_step_id
         if self._cache_events is not None:
             self._cache_events.append(AllBlocksCleared())
         self.group = self._planner.group = self._new_group(
@@ -244,14 +246,13 @@ class SchedulerCore:
             max_model_len=self._max_model_len,
             capacity_tokens=self.group.capacity_tokens,
         )
-        finish = request.finish_reason()
         too_large = self._never_fits(request)
+        if too_large is not None and not request.num_output_tokens:
+            self._finish(request, FinishReason.ERROR, now, error=too_large.message)
+            return
+        finish = request.finish_reason() or (FinishReason.LENGTH if too_large else None)
         if finish is not None:
             self._finish(request, finish, now)
-        elif too_large is not None and request.num_output_tokens:
-            self._finish(request, FinishReason.LENGTH, now)
-        elif too_large is not None:
-            self._finish(request, FinishReason.ERROR, now, error=too_large.message)
 
     def _never_fits(self, request: Request) -> NeverFits | None:
         return never_fits(
