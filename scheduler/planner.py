@@ -271,7 +271,9 @@ class StepPlanner:
             self.waiting,
             self._policy,
             budget=self._max_num_batched_tokens,
+            chunk_limit=self._threshold,
             chunked=self._chunked,
+            pipelined=self._stages > 1,
         ):
             group.running.remove(victim)
             self.interrupt(victim, InterruptionCause.SLOTS, now)
