@@ -221,6 +221,8 @@ class StepPlanner:
                 # Opened again before its last token is back, that token would be dropped and
                 # computed anew, and the request may be preempted for the same lack of room.
                 break
+            if group.kv.is_still_refused(request):
+                break
             hit = group.kv.find_hit(request)
             num_hit = len(hit) * group.kv.block_size
             num_tokens = min(request.num_tokens - num_hit, self._chunk_limit())
