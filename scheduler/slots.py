@@ -27,6 +27,8 @@ def choose_slot_victims(
     `budget` is that of the step, `chunk_limit` that of one request, in tokens. If `pipelined`,
     who is in flight is not planned in this step. Equals never swap.
     """
+    if waiting.peek().priority >= max(request.priority for request in group.running):
+        return []  # what nearly every step finds
     remaining = sorted(group.running, key=policy.victim_key)
     work_tokens = {
         request.request_id: 0
