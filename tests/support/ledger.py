@@ -24,7 +24,8 @@ from scheduler.messages import (
     pack_token_ids,
     unpack_token_ids,
 )
-from tests.support.workload import EpisodeConfig, Job
+from tests.support.episode_config import EpisodeConfig
+from tests.support.workload import Job
 
 
 def _as_seen(cause: InterruptionCause) -> InterruptionCause:
