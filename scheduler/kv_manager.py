@@ -126,10 +126,9 @@ class KVManager:
         request.next_hash_at = NEVER
 
     def _first_missing(self, request: Request, hit: list[int]) -> BlockHash | None:
-        may_hit_more = len(hit) < request.hit_limit // self.block_size
-        if self.enable_prefix_caching and may_hit_more:
-            return request.block_hashes[len(hit)]
-        return None
+        num_blocks = request.hit_limit // self.block_size
+        missing = request.block_hashes[len(hit) : num_blocks]
+        return missing[0] if missing else None
 
     def _extend_hashes(self, request: Request, num_blocks: int) -> None:
         hashes = request.block_hashes
