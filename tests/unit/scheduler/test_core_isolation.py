@@ -7,12 +7,12 @@ from scheduler.request import Request
 from tests.support.drive import Driver, text
 
 
-def story(seed: int) -> list[Driver]:
+def story(seed: int) -> Driver:
     """A tight pool with preemptions; `seed` changes every token."""
     driver = Driver(8, max_num_batched_tokens=40, steps_in_flight=2)
     for i, letter in enumerate("ABCDE"):
         driver.submit(letter, text(letter, 20 + i, start=seed * 100), max_tokens=25, seed=seed)
-    return [driver]
+    return driver
 
 
 def plans_of(driver: Driver) -> list[bytes]:
@@ -20,7 +20,7 @@ def plans_of(driver: Driver) -> list[bytes]:
 
 
 def test_same_events_give_the_same_plans() -> None:
-    (a,), (b,) = story(1), story(1)
+    a, b = story(1), story(1)
     a.run()
     b.run()
     assert plans_of(a) == plans_of(b)
@@ -28,10 +28,10 @@ def test_same_events_give_the_same_plans() -> None:
 
 
 def test_two_cores_side_by_side_decide_as_each_does_alone() -> None:
-    (alone_1,), (alone_2,) = story(1), story(2)
+    alone_1, alone_2 = story(1), story(2)
     alone_1.run()
     alone_2.run()
-    (a,), (b,) = story(1), story(2)
+    a, b = story(1), story(2)
     while a.core.requests or b.core.requests:
         a.step()
         b.step()
@@ -42,9 +42,9 @@ def test_two_cores_side_by_side_decide_as_each_does_alone() -> None:
 
 
 def test_end_and_loss_in_one_core_do_not_reach_the_other() -> None:
-    (alone,) = story(1)
+    alone = story(1)
     alone.run()
-    (a,), (b,) = story(1), story(1)
+    a, b = story(1), story(1)
     for _ in range(5):
         a.step()
         b.step()
