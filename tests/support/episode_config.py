@@ -37,7 +37,7 @@ PIPELINE = Ranges(name="4", windows=((3, 4),))
 """One step more in flight than there are stages."""
 TIGHT = Ranges(
     name="tight",
-    windows=((1, 1), (1, 3), (1, 6), (1, 6), (3, 4)),
+    windows=((1, 1), (1, 6), (1, 6), (1, 6), (3, 4)),
     block_sizes=(2, 2, 2, 4),
     num_blocks=(8, 28),
     max_num_seqs=(3, 8),

@@ -295,14 +295,17 @@ class Ledger:
             self.seen[f"ended by {tracked.end_reason}"] += 1
             expected = FinishReason.STOP if tracked.end_reason is EndReason.STOP else None
             return finish is (expected or FinishReason.ABORT)
+        if tracked.cut_off:
+            self.seen["cut off by a smaller pool"] += 1
+            return finish is (FinishReason.LENGTH if tracked.received else FinishReason.ERROR)
         solo = tracked.job.solo
         if len(tracked.received) == len(solo.token_ids):
-            return finish is solo.finish or tracked.cut_off
+            return finish is solo.finish
         if finish is FinishReason.LENGTH:
             self.seen["clamped by the pool"] += 1
             # The last token needs no slot.
-            return tracked.cut_off or tracked.num_tokens == tracked.capacity_tokens + 1
-        return finish is FinishReason.ERROR and (tracked.poisoned or tracked.cut_off)
+            return tracked.num_tokens == tracked.capacity_tokens + 1
+        return finish is FinishReason.ERROR and tracked.poisoned
 
     def _check_usage(self, tracked: Tracked, usage: Usage, num_output_tokens: int) -> None:
         causes: Counter[InterruptionCause] = Counter()
