@@ -229,5 +229,5 @@ def test_an_open_carries_what_the_client_has() -> None:
 def test_books_of_the_core_that_differ() -> None:
     story = Story()
     story.open()
-    with pytest.raises(MismatchError, match="tokens looked up: 0 booked, 5 seen"):
+    with pytest.raises(MismatchError, match="tokens planned: 0 booked, 5 seen"):
         story.ledger.compare(Accounting())
