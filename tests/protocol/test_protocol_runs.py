@@ -15,7 +15,6 @@ MUST_HAPPEN = (
     "cache resets",
     "clamped by the pool",
     "continuations",
-    "cut off by a smaller pool",
     "end before submission",
     "ended by abort",
     "ended by slow_client",
@@ -44,6 +43,9 @@ def check(seed: int, ranges: Ranges) -> None:
     assert report.seen["group losses"] >= MIN_GROUP_LOSSES
     missing = [event for event in MUST_HAPPEN if not report.seen[event]]
     assert not missing
+    assert report.seen["full windows"] >= NUM_STEPS // 10
+    if ranges is not ONE_IN_FLIGHT:
+        assert report.seen["tokens of a closed table"]
 
 
 @windows

@@ -255,6 +255,8 @@ class Ledger:
                 f"{first}, {len(rows)} were due or some differ"
             )
         self.seen["prompt logprob rows"] += len(rows)
+        if self._config.takes_at_once:
+            self.seen["tokens of a closed table"] += tracked.bill is not None
         if tracked.is_open and tracked.stalled_since is not None:
             # A token that was under way when the table was closed does not end the pause.
             tracked.stalled_seconds += now - tracked.stalled_since

@@ -185,10 +185,11 @@ class Episode:
         rng, ledger = self._rng, self.ledger
         self._clients.take()
         cause = rng.choice(_OUTSIDE_CAUSES)
+        num_blocks = None
         if cause is InterruptionCause.RESIZE or rng.random() < 0.1:
             usual = self.config.num_blocks
-            self._num_blocks = rng.randint(max(4, usual * 2 // 3), usual * 4 // 3)
-        self._stale_results.clear()
+            fewest = 4 if rng.random() < 0.3 else max(4, usual * 2 // 3)
+            num_blocks = self._num_blocks = rng.randint(fewest, usual * 4 // 3)
         self._zombie = None
         if rng.random() < 0.5:
             self._stale_results.extend(self._group.results)
@@ -196,7 +197,7 @@ class Episode:
             self._zombie = self._group
             self._zombie.results.clear()
         self._log(f"group lost: {cause}, {self._num_blocks} blocks from now on")
-        self._core.lose_group(self._clock.now, num_blocks=self._num_blocks, cause=cause)
+        self._core.lose_group(self._clock.now, num_blocks=num_blocks, cause=cause)
         ledger.seen["group losses"] += 1
         for tracked in ledger.live.values():
             if tracked.is_open:
@@ -260,6 +261,8 @@ class Episode:
         self._group.publish(over_the_wire(plan))
         self._bug.after_publish(self._group, self._rng)
         self._num_in_flight += 1
+        if self._num_in_flight == self.config.scheduler.steps_in_flight:
+            self.ledger.seen["full windows"] += 1
         self.num_steps += 1
         self._arrival_due = True
         self._check(plan)

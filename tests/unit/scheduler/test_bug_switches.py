@@ -24,8 +24,8 @@ def test_world_finds(bug: type[Bug]) -> None:
 
 
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
-def test_world_finds_without_looking_into_the_core(bug: type[Bug]) -> None:
-    """Not by the core's own invariants but by what workers and clients see: later, but surely."""
+def test_world_finds_without_the_invariants(bug: type[Bug]) -> None:
+    """Later, but surely: by what plans say, workers read and clients are told."""
     for seed in SEEDS:
         with pytest.raises(WorldFailureError):
             run(seed, TIGHT, 5 * NUM_STEPS, bug=bug(), check_invariants=False)
