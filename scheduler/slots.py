@@ -59,7 +59,7 @@ def choose_slot_victims(
             break
         victims.append(victim)
         promised_blocks += num_blocks
-        promised_tokens += min(num_tokens, spare_tokens)
+        promised_tokens += num_tokens  # all it wants: the next victim may leave it more
     return victims
 
 
