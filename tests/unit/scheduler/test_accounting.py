@@ -155,6 +155,16 @@ def test_prompt_interrupted_half_way_is_recomputed_half_and_new_half() -> None:
     assert (tokens.prompt, tokens.output, tokens.recompute) == (16, 0, 24)
 
 
+def test_high_water_does_not_fall_when_a_resume_is_interrupted_early() -> None:
+    accounting, made = Accounting(), request(40)
+    for held in (45, 16):
+        accounting.interrupted(made, BLOCKS, held, now=0.0, step=0)
+        accounting.admitted(made, 0, counts_lookup=True)
+    accounting.scheduled_tokens.add(made, 16, 46)
+    assert accounting.scheduled_tokens.recompute == 29
+    assert accounting.scheduled_tokens.output == 1
+
+
 def test_work_taken_back_leaves_no_trace() -> None:
     made = request(40)
     made.high_water = 20

@@ -124,6 +124,18 @@ def test_loss_is_billed_to_its_cause() -> None:
     assert interruptions.causes == {InterruptionCause.DRAIN: 1}
 
 
+def test_output_computed_again_in_chunks_is_recompute() -> None:
+    driver = Driver(11, max_num_batched_tokens=16)
+    driver.submit("A", text("a", 20), max_tokens=60)
+    driver.steps(50)
+    driver.lose_group()
+    held = driver.core.accounting.by_cause[LOST].held_tokens
+    assert held > 60
+    driver.run()
+    tokens = driver.core.accounting.scheduled_tokens
+    assert (tokens.recompute, tokens.prompt, tokens.output) == (held, 20, 59)
+
+
 def test_waiting_request_is_not_interrupted_again() -> None:
     driver = Driver(11)
     driver.submit("A", text("a", 40), max_tokens=30)

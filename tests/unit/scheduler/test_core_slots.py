@@ -153,6 +153,41 @@ def test_blocks_shared_by_the_victim_and_others_are_not_freed() -> None:
     assert list(closed(driver.step())) == ["p2"]
 
 
+def test_evictable_hits_of_the_urgent_request_count_as_demand() -> None:
+    """It hits 2 free blocks and lacks 4; with the victim's 3 there are 5, and 6 are needed."""
+    driver = Driver(9, max_num_seqs=2, policy="priority")
+    driver.submit("gone", text("g", 32))
+    driver.run()
+    driver.submit("p1", text("1", 40), max_tokens=60, priority=4)
+    driver.submit("p2", text("2", 40), max_tokens=60, priority=5)
+    driver.step()
+    driver.submit("urgent", [*text("g", 32), *text("u", 60)], max_tokens=5, priority=0)
+    driver.step()
+    assert driver.running == ["p1", "p2"]
+
+
+def test_blocks_promised_to_one_urgent_request_are_not_promised_to_the_next() -> None:
+    """u1 takes 3 of the 6 blocks that both victims hold, and 3 are not enough for u2."""
+    driver = full(7)
+    driver.submit("u1", text("x", 44), max_tokens=2, priority=0)
+    driver.submit("u2", text("y", 60), max_tokens=2, priority=1)
+    driver.step()
+    assert driver.running == ["p1", "u1"]
+
+
+def test_budget_promised_to_one_urgent_request_is_not_promised_to_the_next() -> None:
+    """u1 wants all 20 tokens of a step; were p1 gone too, u1 would take its token as well."""
+    driver = Driver(40, max_num_seqs=2, policy="priority", max_num_batched_tokens=20)
+    driver.submit("p1", text("1", 10), max_tokens=60, priority=4)
+    driver.submit("p2", text("2", 10), max_tokens=60, priority=5)
+    driver.step()
+    driver.submit("u1", text("x", 20), max_tokens=2, priority=0)
+    driver.submit("u2", text("y", 5), max_tokens=2, priority=1)
+    plan = driver.step()
+    assert list(closed(plan)) == ["p2"]
+    assert scheduled(plan) == {"p1": 1, "u1": 19}
+
+
 def test_no_victim_if_the_budget_of_the_step_is_spent() -> None:
     driver = Driver(60, max_num_seqs=2, policy="priority", max_num_batched_tokens=20)
     driver.submit("p1", text("1", 200), max_tokens=9, priority=4)
