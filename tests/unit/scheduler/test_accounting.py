@@ -109,6 +109,40 @@ def test_interruption_during_a_stall_extends_it() -> None:
     assert accounting.by_cause[LOST].stall_seconds.count == 0
 
 
+# -- single bills -----------------------------------------------------------------------
+
+
+def test_each_preemption_keeps_a_bill_of_its_own() -> None:
+    accounting, made = Accounting(), request()
+    accounting.interrupted(made, BLOCKS, 40, now=10.0, step=0)
+    accounting.admitted(made, 32, counts_lookup=True)
+    accounting.interrupted(made, LOST, 36, now=11.0, step=1)
+    first, second = accounting.bills
+    assert (first.recovered_tokens, first.recomputed_tokens) == (32, 8)
+    assert (second.cause, second.held_tokens, second.stalled_seconds) == (LOST, 36, None)
+    accounting.admitted(made, 0, counts_lookup=True)
+    accounting.stall_ended(made, now=14.0, step=4)
+    assert (first.stalled_seconds, first.stalled_steps) == (4.0, 4)
+    assert (second.stalled_seconds, second.stalled_steps) == (3.0, 3)
+
+
+def test_bill_of_a_request_that_ends_first_is_dropped_and_has_no_next_token() -> None:
+    accounting, made = Accounting(), request()
+    accounting.interrupted(made, BLOCKS, 40, now=0.0, step=0)
+    accounting.ended(made, FinishReason.ABORT)
+    (bill,) = accounting.bills
+    assert (bill.request_id, bill.dropped_tokens, bill.stalled_seconds) == ("r", 40, None)
+
+
+def test_only_the_last_bills_are_kept() -> None:
+    accounting, made = Accounting(), request()
+    for i in range(3000):
+        accounting.interrupted(made, BLOCKS, i, now=0.0, step=0)
+        accounting.admitted(made, 0, counts_lookup=True)
+    assert len(accounting.bills) == 1024
+    assert accounting.bills[-1].held_tokens == 2999
+
+
 # -- work -------------------------------------------------------------------------------
 
 

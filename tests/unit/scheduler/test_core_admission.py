@@ -304,3 +304,9 @@ def test_refusals_are_counted_by_reason() -> None:
     for each in (message("a", 0), message("b", 161), message("c"), message("d"), message("e")):
         driver.offer(each)
     assert driver.core.accounting.rejected == {"bad_request": 1, "never_fits": 1, "queue_full": 2}
+
+
+def test_without_chunks_a_budget_below_the_context_length_is_refused() -> None:
+    """A request that was preempted at a greater length could never get in again."""
+    with pytest.raises(ConfigError, match="max_num_batched_tokens is 512, .* context length 1024"):
+        Driver(81, enable_chunked_prefill=False, max_num_batched_tokens=512, max_model_len=1024)
