@@ -308,5 +308,5 @@ def test_refusals_are_counted_by_reason() -> None:
 
 def test_without_chunks_a_budget_below_the_context_length_is_refused() -> None:
     """A request that was preempted at a greater length could never get in again."""
-    with pytest.raises(ConfigError, match="max_num_batched_tokens is 512, .* context length 1024"):
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 512, .* context length 1024"):
         Driver(81, enable_chunked_prefill=False, max_num_batched_tokens=512, max_model_len=1024)
