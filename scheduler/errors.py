@@ -8,11 +8,11 @@ class SchedulerError(Exception):
     """Base of all errors raised by `scheduler/`."""
 
 
-class OutOfBlocks(SchedulerError):
+class OutOfBlocksError(SchedulerError):
     """More blocks were asked for than are free. Nothing was changed."""
 
 
-class CacheInUse(SchedulerError):
+class CacheInUseError(SchedulerError):
     """The prefix cache cannot be reset while requests hold blocks. Nothing was changed."""
 
 
@@ -20,9 +20,9 @@ class ProtocolError(SchedulerError):
     """A message contradicts what was agreed: a gap in step ids, a result nobody asked for."""
 
 
-class IllegalMove(SchedulerError):
+class IllegalMoveError(SchedulerError):
     """A request was moved between two states that no rule connects; carries its story."""
 
 
-class BrokenInvariant(SchedulerError):
+class BrokenInvariantError(SchedulerError):
     """State that must hold after every step does not. Always a bug of ours."""

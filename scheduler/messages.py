@@ -4,11 +4,10 @@ A message is full once and a difference after: `Open` carries all that a worker 
 know of a sequence, `Extend` only what is new, `Close` nothing but the reason.
 
 Token ids have two shapes. A whole prompt travels *packed* (`pack_token_ids`: little-endian
-int32), because 128,000 small integers cost msgpack milliseconds and a copy costs nothing;
-the few ids of one step travel as a tuple.
+int32, as every machine that Ray runs on stores it), because msgpack needs milliseconds for
+128,000 integers and next to nothing for a copy; the few ids of one step travel as a tuple.
 """
 
-import sys
 from array import array
 from collections.abc import Iterable
 from enum import StrEnum
@@ -20,23 +19,17 @@ PackedTokenIds: TypeAlias = bytes
 """Token ids as little-endian int32, 4 bytes each."""
 
 TOKEN_BYTES = 4
-_BIG_ENDIAN = sys.byteorder == "big"
 
 
 def pack_token_ids(token_ids: Iterable[int]) -> PackedTokenIds:
     """The packed form of `token_ids`; raises OverflowError for an id that needs over 31 bits."""
-    packed = array("i", token_ids)
-    if _BIG_ENDIAN:
-        packed.byteswap()
-    return packed.tobytes()
+    return array("i", token_ids).tobytes()
 
 
 def unpack_token_ids(packed: PackedTokenIds) -> "array[int]":
     """A new array of the packed ids; raises ValueError if `packed` is no multiple of 4 bytes."""
     token_ids = array("i")
     token_ids.frombytes(packed)
-    if _BIG_ENDIAN:
-        token_ids.byteswap()
     return token_ids
 
 
@@ -83,7 +76,7 @@ class CloseReason(StrEnum):
     ABORTED = "aborted"
 
 
-class SamplingParams(Message):
+class SamplingParams(Message, frozen=True):
     """How the next token is chosen, and when to stop.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. Token sequences in `bad_words`
@@ -111,14 +104,14 @@ class SamplingParams(Message):
     prompt_logprobs: int | None = None
 
 
-class SeqRef(Message):
+class SeqRef(Message, frozen=True):
     """One opening of one request's block table. The attempt rises each time it is opened."""
 
     request_id: str
     attempt: int
 
 
-class Interruptions(Message):
+class Interruptions(Message, frozen=True):
     """What a request went through so far: its preemptions and what they cost."""
 
     causes: dict[InterruptionCause, int]
@@ -131,7 +124,7 @@ class Interruptions(Message):
         return sum(self.causes.values())
 
 
-class Usage(Message):
+class Usage(Message, frozen=True):
     """Tokens of one request. `cached_tokens` is the prefix hit of its first admission."""
 
     prompt_tokens: int
@@ -141,7 +134,7 @@ class Usage(Message):
     """None: never interrupted."""
 
 
-class TokenLogprobs(Message):
+class TokenLogprobs(Message, frozen=True):
     """The log probability of one token, its rank (1 is the likeliest), and the likeliest ones."""
 
     logprob: float
@@ -149,7 +142,7 @@ class TokenLogprobs(Message):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class PromptLogprobs(Message):
+class PromptLogprobs(Message, frozen=True):
     """Rows for the consecutive prompt positions from `first_position` on.
 
     The row of position p rates the prompt token p given those before it; position 0 has none.
@@ -163,7 +156,7 @@ class PromptLogprobs(Message):
 # Ingress to scheduler, and the answer
 
 
-class SubmitRequest(Message):
+class SubmitRequest(Message, frozen=True):
     """One sequence to generate. Submitting the same id again changes nothing.
 
     A *continuation* takes up a request that lost its scheduler: `output_token_ids` are the
@@ -183,7 +176,7 @@ class SubmitRequest(Message):
     """None: a new request, not a continuation."""
 
 
-class EndRequest(Message):
+class EndRequest(Message, frozen=True):
     """End a request from outside, whatever it is doing.
 
     `num_output_tokens` is what the client is charged for: up to and with the token that
@@ -195,24 +188,24 @@ class EndRequest(Message):
     num_output_tokens: int | None = None
 
 
-class Accepted(Message, tag=True):
+class Accepted(Message, frozen=True, tag=True):
     pass
 
 
-class QueueFull(Message, tag=True):
+class QueueFull(Message, frozen=True, tag=True):
     """Too many requests, or too many tokens, are waiting. Try again later."""
 
     message: str
 
 
-class NeverFits(Message, tag=True):
+class NeverFits(Message, frozen=True, tag=True):
     """The request is larger than the whole block pool, which holds `capacity_tokens`."""
 
     message: str
     capacity_tokens: int
 
 
-class BadRequest(Message, tag=True):
+class BadRequest(Message, frozen=True, tag=True):
     message: str
     param: str
 
@@ -224,7 +217,7 @@ Admission: TypeAlias = Accepted | QueueFull | NeverFits | BadRequest
 # Scheduler to workers
 
 
-class Open(Message, tag=True):
+class Open(Message, frozen=True, tag=True):
     """Open a block table: all that a worker needs to know of a sequence.
 
     The KV of `token_ids[:num_computed]` already lies in `block_ids`.
@@ -239,7 +232,7 @@ class Open(Message, tag=True):
     sampling: SamplingParams
 
 
-class Extend(Message, tag=True):
+class Extend(Message, frozen=True, tag=True):
     """Append to an open table. Ids that the workers sampled under look-ahead are not sent."""
 
     seq: SeqRef
@@ -247,7 +240,7 @@ class Extend(Message, tag=True):
     block_ids: tuple[int, ...]
 
 
-class Close(Message, tag=True):
+class Close(Message, frozen=True, tag=True):
     """Forget the table. Its blocks may belong to another sequence from this plan on."""
 
     seq: SeqRef
@@ -257,7 +250,7 @@ class Close(Message, tag=True):
 Update: TypeAlias = Open | Extend | Close
 
 
-class SeqWork(Message):
+class SeqWork(Message, frozen=True):
     """Compute the KV of positions [start, start + num_tokens); `sample` the token after them.
 
     `start` is redundant on purpose: the worker checks it against its mirror.
@@ -269,7 +262,7 @@ class SeqWork(Message):
     sample: bool
 
 
-class StepPlan(Message):
+class StepPlan(Message, frozen=True):
     """One step of one worker group. Updates are applied in order, before any work.
 
     Step ids start at 0 in every epoch and are consecutive; every plan is answered by one
@@ -286,7 +279,7 @@ class StepPlan(Message):
 # Workers to scheduler
 
 
-class SeqOutput(Message):
+class SeqOutput(Message, frozen=True):
     """What one piece of work produced. `error` ends this request and no other."""
 
     seq: SeqRef
@@ -297,7 +290,7 @@ class SeqOutput(Message):
     error: str | None = None
 
 
-class StepResult(Message):
+class StepResult(Message, frozen=True):
     epoch: int
     step_id: int
     outputs: tuple[SeqOutput, ...]
@@ -308,7 +301,7 @@ class StepResult(Message):
 # Scheduler to ingress
 
 
-class TokenDelta(Message):
+class TokenDelta(Message, frozen=True):
     """News of one request. Exactly one delta of a request is terminal: it has `finish` set.
 
     `usage` is given on the first token, on the first token after an interruption, and at the
@@ -325,7 +318,7 @@ class TokenDelta(Message):
     error: str | None = None
 
 
-class TokenBatch(Message):
+class TokenBatch(Message, frozen=True):
     """All deltas of one step for one ingress replica."""
 
     step_id: int

@@ -1,0 +1,403 @@
+"""The scheduler: events in, plans and token batches out. Pure: no I/O, no clock, no threads.
+
+Whoever hosts it (the actor, the simulator, a test) brings time and delivers messages:
+
+    submit, end ──► SchedulerCore ──► plan ──► workers ──► apply ──► take_batches ──► ingress
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from configs import ResolvedCacheConfig, ResolvedSchedulerConfig
+from scheduler.accounting import Accounting
+from scheduler.admission import bad_request, max_total_tokens, never_fits, queue_full
+from scheduler.block_pool import AllBlocksCleared, CacheEvent
+from scheduler.errors import CacheInUseError, ProtocolError
+from scheduler.group import WorkerGroup
+from scheduler.messages import (
+    Accepted,
+    Admission,
+    CloseReason,
+    EndReason,
+    EndRequest,
+    FinishReason,
+    InterruptionCause,
+    NeverFits,
+    SeqOutput,
+    StepPlan,
+    StepResult,
+    SubmitRequest,
+    TokenBatch,
+    TokenDelta,
+    TokenLogprobs,
+)
+from scheduler.planner import StepPlanner
+from scheduler.prefix_cache import BlockHasher
+from scheduler.request import Move, Request, Status
+
+_FINISH_OF_END = {
+    EndReason.STOP: FinishReason.STOP,
+    EndReason.ABORT: FinishReason.ABORT,
+    EndReason.SLOW_CLIENT: FinishReason.ABORT,
+}
+
+# How long an ended id is remembered: calls may overtake each other, and may be repeated.
+_TOMBSTONE_SECONDS = 60.0
+
+
+class SchedulerCore:
+    """One model's scheduler. Every accepted request ends in exactly one terminal delta.
+
+    `now` is in seconds, from any clock that does not go back.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: ResolvedSchedulerConfig,
+        cache: ResolvedCacheConfig,
+        num_blocks: int,
+        max_model_len: int,
+        pipeline_stages: int = 1,
+        record_cache_events: bool = False,
+    ) -> None:
+        """`scheduler` must be resolved (`configs.resolve`); `num_blocks` counts the null block.
+
+        `record_cache_events` is for whoever mirrors the prefix map, and empties
+        `take_cache_events` regularly.
+        """
+        self._config = scheduler
+        self._cache = cache
+        self._steps_in_flight = scheduler.steps_in_flight
+        self._max_model_len = max_model_len
+        self.max_num_batched_tokens = scheduler.max_num_batched_tokens
+        self._cache_events: list[CacheEvent] | None = [] if record_cache_events else None
+        self._hasher = BlockHasher(cache.block_size, cache.hash, cache.hash_seed or 0)
+        self._submissions = 0
+        self._tombstones: dict[str, tuple[float, EndRequest | None]] = {}
+        self._deltas: defaultdict[str, list[TokenDelta]] = defaultdict(list)
+        self.requests: dict[str, Request] = {}
+        """All that have not ended."""
+        self.accounting = Accounting()
+        self.group = self._new_group(epoch=0, num_blocks=num_blocks)
+        self._planner = StepPlanner(
+            scheduler,
+            group=self.group,
+            accounting=self.accounting,
+            pipeline_stages=pipeline_stages,
+        )
+        self.waiting = self._planner.waiting
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is alive and the workers have been told of every end."""
+        return not self.requests and not self.group.closed
+
+    # -- ingress ------------------------------------------------------------------------
+
+    def submit(self, messages: Sequence[SubmitRequest], now: float) -> Admission:
+        """Queue all of `messages`, or none. Ids that are known already change nothing.
+
+        Continuations are never turned away for the length of the queue.
+        """
+        self._bury(now)
+        fresh = [m for m in messages if not self._is_known(m.request_id)]
+        for message in fresh:
+            refusal = bad_request(
+                message, max_model_len=self._max_model_len, policy=self._config.policy
+            )
+            if refusal is not None:
+                self.accounting.rejected["bad_request"] += 1
+                return refusal
+        requests = [Request.of(message, self._submissions + i) for i, message in enumerate(fresh)]
+        new = [request for request in requests if not request.is_continuation]
+        for request in new:
+            too_large = self._never_fits(request)
+            if too_large is not None:
+                self.accounting.rejected["never_fits"] += 1
+                return too_large
+        if new:
+            full = queue_full(
+                new,
+                self.waiting,
+                max_requests=self._config.max_waiting_requests,
+                max_tokens=self._config.max_waiting_tokens,
+            )
+            if full is not None:
+                self.accounting.rejected["queue_full"] += 1
+                return full
+        self._submissions += len(requests)
+        for request in requests:
+            self._enter(request, now)
+        return Accepted()
+
+    def end(self, message: EndRequest, now: float) -> None:
+        """End a request from outside, in whatever state it is; late results are ignored.
+
+        An end that overtook its submission is remembered, and the submission ends at once.
+        """
+        self._bury(now)
+        request = self.requests.get(message.request_id)
+        if request is not None:
+            self._end(request, message, now)
+        elif message.request_id not in self._tombstones:
+            self._remember(message.request_id, now, message)
+
+    def take_batches(self) -> dict[str, TokenBatch]:
+        """The deltas since the last call, one batch per client; each delta is given once."""
+        taken, self._deltas = self._deltas, defaultdict(list)
+        step_id = self.group.window.next_result_id - 1
+        return {client: TokenBatch(step_id, tuple(deltas)) for client, deltas in taken.items()}
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        """What the prefix map lost since the last call, in order."""
+        taken: list[CacheEvent] = []
+        if self._cache_events:
+            taken, self._cache_events[:] = self._cache_events.copy(), []
+        return taken
+
+    # -- workers ------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step; None if there is nothing to say or the window is full.
+
+        A plan once made must be published: its decisions are in force.
+        """
+        return self._planner.plan(now)
+
+    def apply(self, result: StepResult, now: float) -> None:
+        """Take the workers' answer to a step. Results of an earlier epoch are ignored.
+
+        Raises ProtocolError for a result out of order or of an epoch that has not begun.
+        """
+        group = self.group
+        if result.epoch < group.epoch:
+            return
+        if result.epoch > group.epoch:
+            raise ProtocolError(f"result of epoch {result.epoch} in epoch {group.epoch}")
+        group.window.answer(result.step_id)
+        requests = self.requests
+        somebody_ended = False
+        for output in result.outputs:
+            request = requests.get(output.seq.request_id)
+            if request is not None and request.ref.attempt == output.seq.attempt:
+                somebody_ended |= self._apply_output(request, output, now)
+        if somebody_ended:
+            group.running = [r for r in group.running if r.status is Status.RUNNING]
+
+    def lose_group(
+        self,
+        now: float,
+        *,
+        num_blocks: int | None = None,
+        cause: InterruptionCause = InterruptionCause.WORKER_LOST,
+    ) -> None:
+        """Begin a new epoch with an empty pool, of `num_blocks` if that changes.
+
+        All that ran goes to the front of the queue in its running order; what can no longer
+        fit ends here.
+        """
+        old = self.group
+        for request in reversed(old.running):
+            self._planner.interrupt(request, cause, now)
+        for request in self.requests.values():
+            request.last_planned_step = -1  # step ids begin again
+        if self._cache_events is not None:
+            self._cache_events.append(AllBlocksCleared())
+        self.group = self._planner.group = self._new_group(
+            epoch=old.epoch + 1, num_blocks=num_blocks or old.pool.num_blocks
+        )
+        for request in list(self.requests.values()):
+            self._fit(request, now)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached content. Raises CacheInUseError while blocks are held."""
+        pool = self.group.pool
+        if pool.num_held:
+            raise CacheInUseError(f"{pool.num_held} blocks are held by running requests")
+        pool.forget_all()
+
+    # -- life of a request --------------------------------------------------------------
+
+    def _enter(self, request: Request, now: float) -> None:
+        self.requests[request.request_id] = request
+        if request.is_continuation:
+            held_tokens = request.num_tokens - 1 if request.num_output_tokens else 0
+            step_id = self.group.window.next_step_id
+            self.accounting.interrupted(
+                request, InterruptionCause.SCHEDULER_LOST, held_tokens, now, step_id
+            )
+        self.waiting.push(request)
+        _, early_end = self._tombstones.get(request.request_id, (now, None))
+        if early_end is not None:
+            self._end(request, early_end, now)
+        else:
+            self._fit(request, now)
+
+    def _fit(self, request: Request, now: float) -> None:
+        """Cut a waiting request to the pool, and end it if nothing of it is left to do."""
+        request.max_total_tokens = max_total_tokens(
+            request,
+            max_model_len=self._max_model_len,
+            capacity_tokens=self.group.capacity_tokens,
+        )
+        finish = request.finish_reason()
+        too_large = self._never_fits(request)
+        if finish is not None:
+            self._finish(request, finish, now)
+        elif too_large is not None and request.num_output_tokens:
+            self._finish(request, FinishReason.LENGTH, now)
+        elif too_large is not None:
+            self._finish(request, FinishReason.ERROR, now, error=too_large.message)
+
+    def _never_fits(self, request: Request) -> NeverFits | None:
+        return never_fits(
+            request.num_prompt_tokens,
+            request.sampling.max_tokens,
+            ignore_eos=request.sampling.ignore_eos,
+            max_model_len=self._max_model_len,
+            capacity_tokens=self.group.capacity_tokens,
+        )
+
+    def _apply_output(self, request: Request, output: SeqOutput, now: float) -> bool:
+        """Take what the workers say of one request; True if that ended it.
+
+        A table closed since then makes no difference: the token still counts, but the request
+        holds no block that could get a hash.
+        """
+        if output.error is not None:
+            self._finish(request, FinishReason.ERROR, now, error=output.error)
+            return True
+        if output.prompt_logprobs is not None:
+            request.keep_prompt_logprobs(output.prompt_logprobs)
+        token_ids = output.token_ids
+        finish = None
+        for count, token_id in enumerate(token_ids, 1):
+            finish = request.append(token_id)
+            if finish is not None:
+                token_ids = token_ids[:count]
+                break
+        if request.status is Status.WAITING:
+            self.waiting.num_tokens += len(token_ids)
+        logprobs = output.logprobs[: len(token_ids)]
+        if finish is not None:
+            self._finish(request, finish, now, token_ids=token_ids, logprobs=logprobs)
+            return True
+        if request.num_tokens >= request.next_hash_at:
+            self.group.kv.register(request)
+        if request.usage_due and token_ids:
+            self._report(request, now, token_ids=token_ids, logprobs=logprobs)
+        elif token_ids:
+            self._deltas[request.client_id].append(
+                TokenDelta(request.request_id, token_ids, logprobs)
+            )
+        return False
+
+    def _report(
+        self,
+        request: Request,
+        now: float,
+        *,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        finish: FinishReason | None = None,
+        num_output_tokens: int | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Send a delta with usage: the first one, the first after an interruption, the last."""
+        if token_ids and request.status is not Status.WAITING:
+            # A token that was under way when the table was closed does not end the pause.
+            request.usage_due = False
+            if request.stall is not None:
+                step_id = self.group.window.next_result_id - 1
+                self.accounting.stall_ended(request, now, step_id)
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        if token_ids:
+            prompt_logprobs = tuple(request.prompt_logprobs)
+            request.prompt_logprobs.clear()
+        self._deltas[request.client_id].append(
+            TokenDelta(
+                request_id=request.request_id,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                finish=finish,
+                usage=request.usage(num_output_tokens),
+                error=error,
+            )
+        )
+
+    def _end(self, request: Request, message: EndRequest, now: float) -> None:
+        if request.status is Status.RUNNING:
+            self.group.running.remove(request)
+        num_output_tokens = message.num_output_tokens
+        if num_output_tokens is not None:
+            num_output_tokens = min(num_output_tokens, request.num_output_tokens)
+        self._finish(
+            request, _FINISH_OF_END[message.reason], now, num_output_tokens=num_output_tokens
+        )
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        now: float,
+        *,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        num_output_tokens: int | None = None,
+        error: str | None = None,
+    ) -> None:
+        """The one way to end. A running request is taken off the running list by the caller,
+        which may have several."""
+        self._report(
+            request,
+            now,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish=reason,
+            num_output_tokens=num_output_tokens,
+            error=error,
+        )
+        if request.status is Status.RUNNING:
+            gone = reason in (FinishReason.ABORT, FinishReason.ERROR)
+            self.group.close_table(request, CloseReason.ABORTED if gone else CloseReason.FINISHED)
+        else:
+            self.waiting.remove(request)
+        request.move(Move.FINISH, self.group.window.next_step_id)
+        self.accounting.ended(request, reason)
+        del self.requests[request.request_id]
+        self._remember(request.request_id, now, None)
+
+    # -- the rest -----------------------------------------------------------------------
+
+    def _is_known(self, request_id: str) -> bool:
+        """It is alive, or it ended a short while ago. An end that came first does not count."""
+        _, early_end = self._tombstones.get(request_id, (0.0, None))
+        is_buried = request_id in self._tombstones and early_end is None
+        return is_buried or request_id in self.requests
+
+    def _remember(self, request_id: str, now: float, end: EndRequest | None) -> None:
+        self._tombstones.pop(request_id, None)  # the oldest stand first
+        self._tombstones[request_id] = (now, end)
+
+    def _bury(self, now: float) -> None:
+        """Forget the ids that ended too long ago to matter."""
+        tombstones = self._tombstones
+        while tombstones:
+            request_id, (ended_seconds, _) = next(iter(tombstones.items()))
+            if ended_seconds >= now - _TOMBSTONE_SECONDS:
+                break
+            del tombstones[request_id]
+
+    def _new_group(self, *, epoch: int, num_blocks: int) -> WorkerGroup:
+        return WorkerGroup(
+            epoch=epoch,
+            num_blocks=num_blocks,
+            steps_in_flight=self._steps_in_flight,
+            hasher=self._hasher,
+            block_size=self._cache.block_size,
+            enable_prefix_caching=self._cache.enable_prefix_caching,
+            evictions=self.accounting.evictions,
+            cache_events=self._cache_events,
+        )
