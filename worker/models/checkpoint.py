@@ -6,13 +6,13 @@ from collections import OrderedDict
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from worker.models.errors import BrokenModel, UnsupportedModel
+from worker.models.errors import BrokenModelError, UnsupportedModelError
 from worker.models.fields import Fields
 
 SINGLE_FILE = "model.safetensors"
@@ -30,12 +30,12 @@ class Checkpoint:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Raises BrokenModel for a missing shard, UnsupportedModel for pickle weights."""
+        """Raises BrokenModelError for a missing shard, UnsupportedModelError for pickle weights."""
         self.directory = directory
         self._file_of = _locate_tensors(directory)
         self._open: OrderedDict[str, tuple[Any, ExitStack]] = OrderedDict()
 
-    def __enter__(self) -> "Checkpoint":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -61,23 +61,25 @@ class Checkpoint:
     ) -> Tensor:
         """The part `where` of a tensor (all of it by default), in its stored dtype, on the CPU.
 
-        It may be a view of the mapped file: copy it. Raises BrokenModel where the tensor is
-        absent or its whole shape is another one, UnsupportedModel for a dtype we cannot read.
+        It may be a view of the mapped file: copy it. Raises BrokenModelError where the tensor is
+        absent or its whole shape is another one, UnsupportedModelError for a dtype we cannot read.
         """
         view = self._slice(name)
         shape = tuple(view.get_shape())
         if shape != expected_shape:
-            raise BrokenModel(
+            raise BrokenModelError(
                 f"{name} in {self.directory} has shape {list(shape)}, but config.json implies "
                 f"{list(expected_shape)}."
             )
         try:
             tensor = view[where or ...]
         except SafetensorError as error:
-            raise BrokenModel(f"{name} in {self.directory} cannot be read: {error}.") from error
+            raise BrokenModelError(
+                f"{name} in {self.directory} cannot be read: {error}."
+            ) from error
         assert isinstance(tensor, Tensor)
         if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise UnsupportedModel(
+            raise UnsupportedModelError(
                 f"{name} in {self.directory} is stored as {_dtype_name(tensor.dtype)}; only "
                 f"float32, bfloat16 and float16 weights can be read."
             )
@@ -86,14 +88,14 @@ class Checkpoint:
     def _slice(self, name: str) -> Any:
         file = self._file_of.get(name)
         if file is None:
-            raise BrokenModel(f"The weights in {self.directory} lack the tensor {name}.")
+            raise BrokenModelError(f"The weights in {self.directory} lack the tensor {name}.")
         if file not in self._open:
             self._map(file)
         self._open.move_to_end(file)
         try:
             return self._open[file][0].get_slice(name)
         except SafetensorError:
-            raise BrokenModel(
+            raise BrokenModelError(
                 f"{INDEX_FILE} in {self.directory} places {name} in {file}, which lacks it."
             ) from None
 
@@ -110,11 +112,11 @@ class Checkpoint:
 
 
 def _open(path: Path) -> Any:
-    return safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
+    return safe_open(path, framework="pt")
 
 
-def _unreadable(path: Path, error: Exception) -> BrokenModel:
-    return BrokenModel(
+def _unreadable(path: Path, error: Exception) -> BrokenModelError:
+    return BrokenModelError(
         f"{path} ({path.stat().st_size} bytes) is truncated or no safetensors file ({error}); "
         f"fetch it again."
     )
@@ -134,24 +136,26 @@ def _locate_tensors(directory: Path) -> dict[str, str]:
             raise _unreadable(single, error) from error
     pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
     if pickles:
-        raise UnsupportedModel(
+        raise UnsupportedModelError(
             f"{directory} has only pickle weights ({pickles[0]}), which can run code when they "
             f"are read; convert them to safetensors."
         )
-    raise BrokenModel(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}.")
+    raise BrokenModelError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}.")
 
 
 def _read_index(directory: Path, index: Path) -> dict[str, str]:
-    weight_map = Fields.read(index).object("weight_map")
+    weight_map = Fields.read(index).nested("weight_map")
     if weight_map is None:
-        raise BrokenModel(f"{index} has no field 'weight_map'.")
+        raise BrokenModelError(f"{index} has no field 'weight_map'.")
     file_of = weight_map.text_values()
     for file in file_of.values():
         if Path(file).name != file:
-            raise BrokenModel(f"{index} names the shard {file!r}, which is not a plain file name.")
+            raise BrokenModelError(
+                f"{index} names the shard {file!r}, which is not a plain file name."
+            )
     missing = sorted({file for file in file_of.values() if not (directory / file).exists()})
     if missing:
-        raise BrokenModel(
+        raise BrokenModelError(
             f"{directory} lacks {len(missing)} of {len(set(file_of.values()))} weight files, "
             f"the first is {missing[0]}; fetch the model again."
         )

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from math import log
 from typing import Any
 
-from worker.models.errors import BrokenModel, UnsupportedModel
+from worker.models.errors import BrokenModelError, UnsupportedModelError
 from worker.models.fields import Fields
 
 
-class NotNative(UnsupportedModel):
+class NotNativeError(UnsupportedModelError):
     """The native decoder lacks this; the message says what. transformers may have it."""
 
 
@@ -115,7 +115,7 @@ def _typed_windows(fields: Fields, num_layers: int, window: int) -> tuple[int | 
     """The windows that `layer_types` spells out; empty where the file does not."""
     types = fields.texts("layer_types")
     if types and len(types) != num_layers:
-        raise BrokenModel(
+        raise BrokenModelError(
             f"{fields.where} has {len(types)} 'layer_types' for {num_layers} hidden layers."
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
@@ -157,21 +157,21 @@ NATIVE_ARCHITECTURES = tuple(_FAMILIES)
 def read_decoder_config(fields: Fields, architecture: str) -> DecoderConfig:
     """The decoder that `fields` describe.
 
-    Raises NotNative for what only transformers can run, BrokenModel for a bad field.
+    Raises NotNativeError for what only transformers can run, BrokenModelError for a bad field.
     """
     family = _FAMILIES.get(architecture)
     if family is None:
-        raise NotNative(f"{architecture} is not one of {', '.join(NATIVE_ARCHITECTURES)}.")
+        raise NotNativeError(f"{architecture} is not one of {', '.join(NATIVE_ARCHITECTURES)}.")
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
-        raise NotNative(f"{fields.where} asks for the activation {activation!r}.")
+        raise NotNativeError(f"{fields.where} asks for the activation {activation!r}.")
     num_layers = fields.positive("num_hidden_layers")
     hidden_size = fields.positive("hidden_size")
     num_heads = fields.positive("num_attention_heads")
     kv_default = family.defaults.get("num_key_value_heads", num_heads)
     num_kv_heads = fields.positive("num_key_value_heads", kv_default)
     if num_heads % num_kv_heads:
-        raise BrokenModel(
+        raise BrokenModelError(
             f"{fields.where} has {num_heads} attention heads, which {num_kv_heads} KV heads "
             f"do not divide."
         )
@@ -209,13 +209,13 @@ def _read_rope(fields: Fields, default_theta: float) -> tuple[RopeConfig, int]:
     so they are used within the trained length only, where they are the unscaled rotation.
     """
     max_position = fields.positive("max_position_embeddings")
-    scaling = fields.object("rope_parameters") or fields.object("rope_scaling")
+    scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling")
     theta = fields.number("rope_theta", default_theta)
     if scaling is None:
         return RopeConfig("default", theta), max_position
     theta = scaling.number("rope_theta", theta)
     if scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1:
-        raise NotNative(f"{fields.where} rotates only a part of each head.")
+        raise NotNativeError(f"{fields.where} rotates only a part of each head.")
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     match kind:
         case "default":
@@ -239,7 +239,7 @@ def _read_rope(fields: Fields, default_theta: float) -> tuple[RopeConfig, int]:
             )
         case "yarn":
             return _read_yarn(scaling, theta, max_position), max_position
-    raise NotNative(f"{fields.where} asks for the rotary embedding {kind!r}.")
+    raise NotNativeError(f"{fields.where} asks for the rotary embedding {kind!r}.")
 
 
 def _read_yarn(scaling: Fields, theta: float, max_position: int) -> RopeConfig:

@@ -1,9 +1,8 @@
 """From the name of a model to a local directory. No torch."""
 
-import os
 from pathlib import Path
 
-from worker.models.errors import ModelNotFound
+
 
 
 def models_cache() -> Path:

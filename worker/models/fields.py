@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from worker.models.errors import BrokenModel
+from worker.models.errors import BrokenModelError
 
 
 class Fields:
@@ -17,15 +17,17 @@ class Fields:
 
     @classmethod
     def read(cls, path: Path) -> "Fields":
-        """Raises BrokenModel where `path` is missing or is no JSON object."""
+        """Raises BrokenModelError where `path` is missing or is no JSON object."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise BrokenModel(f"{path.parent} has no {path.name}, so it is no model.") from None
+            raise BrokenModelError(
+                f"{path.parent} has no {path.name}, so it is no model."
+            ) from None
         except (OSError, ValueError) as error:
-            raise BrokenModel(f"{path} cannot be read as JSON: {error}.") from error
+            raise BrokenModelError(f"{path} cannot be read as JSON: {error}.") from error
         if not isinstance(values, dict):
-            raise BrokenModel(f"{path} holds no JSON object.")
+            raise BrokenModelError(f"{path} holds no JSON object.")
         return cls(values, str(path))
 
     def __contains__(self, name: str) -> bool:
@@ -86,7 +88,7 @@ class Fields:
         """All fields, every one of which must be a string."""
         return {name: self.text(name) for name in self._values}
 
-    def object(self, name: str) -> "Fields | None":
+    def nested(self, name: str) -> "Fields | None":
         """The nested object, or None where the field is absent."""
         value = self._values.get(name)
         if value is None:
@@ -100,8 +102,8 @@ class Fields:
         if value is None:
             value = default
         if value is None:
-            raise BrokenModel(f"{self.where} has no field {name!r}.")
+            raise BrokenModelError(f"{self.where} has no field {name!r}.")
         return value
 
-    def _mistyped(self, name: str, wanted: str, value: object) -> BrokenModel:
-        return BrokenModel(f"{self.where} says {name!r} is {value!r}, which is not {wanted}.")
+    def _mistyped(self, name: str, wanted: str, value: object) -> BrokenModelError:
+        return BrokenModelError(f"{self.where} says {name!r} is {value!r}, which is not {wanted}.")

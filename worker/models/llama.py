@@ -3,14 +3,13 @@
 Shape letters as in `worker.models.base`; N = H + G, the query and KV heads side by side.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.models.base import Attend, Communicator, ModelSpec
+from worker.models.base import Attend, ModelSpec
 from worker.models.linear import Linear, RowParallel, VocabEmbedding, VocabHead
 from worker.models.rope import Rope, Rotation
 
@@ -123,5 +122,6 @@ class LlamaDecoder:
         return hidden_tE
 
     def logits(self, hidden_sE: Tensor) -> Tensor:
-        assert self._final_norm is not None and self._head is not None, "only the last stage"
+        assert self._final_norm is not None, "only the last stage has logits"
+        assert self._head is not None
         return self._head(self._final_norm(hidden_sE))

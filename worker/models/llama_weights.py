@@ -6,6 +6,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from configs.ranks import ModelShape, layers_of_stage
 from worker.models.base import Communicator, ModelSpec
 from worker.models.checkpoint import Checkpoint, digest
 from worker.models.config import DecoderConfig
@@ -18,7 +19,7 @@ from worker.models.linear import (
 )
 from worker.models.llama import Attention, GatedMlp, HeadNorm, Layer, LlamaDecoder, Norm
 from worker.models.rope import Rope
-from worker.models.sharding import TensorSlice, layer_range, tensor_slice
+from worker.models.sharding import TensorSlice, tensor_slice
 
 
 class _Weighted(Protocol):
@@ -51,17 +52,18 @@ def load_llama(
     """The shard of tensor rank `comm.rank` in `stage`; reads nothing else from the files.
 
     Each tensor is copied once, into its place; a packed linear frees its source before the
-    next is read. Raises ModelError.
+    next is read. Raises ModelError, or ConfigError where the ranks do not divide the model.
     """
-    part = tensor_slice(
-        rank=comm.rank,
-        size=comm.size,
-        num_heads=config.num_heads,
+    shape = ModelShape(
+        num_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
+        mlp_size=config.intermediate_size,
     )
-    layers = layer_range(config.num_layers, stage, num_stages)
+    part = tensor_slice(
+        shape, config.vocab_size, rank=comm.rank, size=comm.size, num_stages=num_stages
+    )
+    layers = layers_of_stage(config.num_layers, num_stages, stage)
     return _Loader(checkpoint, config, part, layers, dtype, device, comm).load()
 
 

@@ -7,8 +7,8 @@ import torch
 
 from worker.models.base import Communicator, Decoder, Solo
 from worker.models.checkpoint import Checkpoint
-from worker.models.config import NotNative, read_decoder_config
-from worker.models.errors import BrokenModel, UnsupportedModel
+from worker.models.config import NotNativeError, read_decoder_config
+from worker.models.errors import BrokenModelError, UnsupportedModelError
 from worker.models.fields import Fields
 from worker.models.llama_weights import load_llama
 
@@ -39,7 +39,7 @@ def load_decoder(
     fields = Fields.read(directory / "config.json")
     architecture = read_architecture(fields)
     if fields.get("quantization_config") is not None:
-        raise UnsupportedModel(
+        raise UnsupportedModelError(
             f"{directory} holds quantized weights; only float32, bfloat16 and float16 are read."
         )
     target = torch.device(device)
@@ -59,23 +59,25 @@ def load_decoder(
 def read_architecture(fields: Fields) -> str:
     architectures = fields.texts("architectures")
     if not architectures:
-        raise BrokenModel(f"{fields.where} has no field 'architectures'.")
+        raise BrokenModelError(f"{fields.where} has no field 'architectures'.")
     return architectures[0]
 
 
 def resolve_dtype(fields: Fields, dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype to run in; raises UnsupportedModel where the device cannot multiply in it."""
+    """The dtype to run in; raises UnsupportedModelError where the device cannot multiply in it."""
     name = dtype
     if dtype == "auto":
         name = fields.text("dtype", fields.text("torch_dtype", "float32"))
     resolved = _DTYPES.get(name)
     if resolved is None:
-        raise UnsupportedModel(f"dtype {name!r} cannot be run; use one of {', '.join(_DTYPES)}.")
+        raise UnsupportedModelError(
+            f"dtype {name!r} cannot be run; use one of {', '.join(_DTYPES)}."
+        )
     try:
         square = torch.ones(2, 2, dtype=resolved, device=device)
         square @ square
     except RuntimeError as error:
-        raise UnsupportedModel(
+        raise UnsupportedModelError(
             f"dtype {name!r} does not work on {device} ({error}); use float32."
         ) from error
     return resolved
