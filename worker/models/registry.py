@@ -7,7 +7,7 @@ import torch
 
 from worker.models.base import Communicator, Decoder, Solo
 from worker.models.checkpoint import Checkpoint
-from worker.models.config import NotNativeError, read_decoder_config
+from worker.models.config import read_decoder_config
 from worker.models.errors import BrokenModelError, UnsupportedModelError
 from worker.models.fields import Fields
 from worker.models.llama_weights import load_llama
