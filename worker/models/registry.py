@@ -1,18 +1,15 @@
 """From a model directory to one shard of a running decoder."""
 
-import logging
 from pathlib import Path
 
 import torch
 
 from worker.models.base import Communicator, Decoder, Solo
 from worker.models.checkpoint import Checkpoint
-from worker.models.config import read_decoder_config
+from worker.models.config import NotNativeError, read_decoder_config
 from worker.models.errors import BrokenModelError, UnsupportedModelError
 from worker.models.fields import Fields
 from worker.models.llama_weights import load_llama
-
-_log = logging.getLogger(__name__)
 
 _DTYPES = {
     "float32": torch.float32,
@@ -44,10 +41,17 @@ def load_decoder(
         )
     target = torch.device(device)
     resolved = resolve_dtype(fields, dtype, target)
+    try:
+        config = read_decoder_config(fields, architecture)
+    except NotNativeError:
+        from worker.models.transformers_decoder import load_with_transformers
+
+        num_ranks = num_stages * (comm.size if comm else 1)
+        return load_with_transformers(directory, dtype=resolved, device=target, num_ranks=num_ranks)
     with Checkpoint(directory) as checkpoint:
         return load_llama(
             checkpoint,
-            read_decoder_config(fields, architecture),
+            config,
             dtype=resolved,
             device=target,
             comm=comm or Solo(),
