@@ -53,6 +53,14 @@ inline float to_float(BFloat16 x) {
 inline float to_float(Float16 x) { return float(x.value); }
 inline float to_float(Float8 x) { return kFloat8Table.value[x.bits]; }
 
+// Rounded to nearest even; NaN stays NaN.
+inline BFloat16 to_bfloat16(float x) {
+  uint32_t word;
+  std::memcpy(&word, &x, 4);
+  word += 0x7fff + ((word >> 16) & 1);
+  return {x == x ? uint16_t(word >> 16) : uint16_t(0x7fc0)};
+}
+
 inline Floats splat(float x) { return Floats{} + x; }
 
 inline Floats load(const float* p) {
