@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from configs.errors import ConfigError
-from configs.resolve import Device, ResolvedConfig, resolve
+from configs.resolve import Device, resolve
 from configs.sections import Config
 from configs.settings import Setting, all_settings, sections, show
 
@@ -16,7 +16,7 @@ INTRODUCTION = """\
 Settings are given in a YAML file (`--config FILE`), whose sections are the headings below, and
 one at a time on the command line, which wins over the file:
 
-    palimpsest serve --config FILE --set cache.num_blocks=4096 --set scheduler.policy=priority
+    palimpsest config --config FILE --set cache.num_blocks=4096 --set scheduler.policy=priority
 
 Keys come from the file or from the environment (`PALIMPSEST_API_KEYS`, `PALIMPSEST_ADMIN_KEY`),
 which wins over the file; never from the command line. No other environment variable is read.
@@ -55,7 +55,7 @@ def show_by_device(values: dict[Device, object]) -> str:
     return ", ".join(f"{text} on {device}" for device, text in texts.items())
 
 
-def value_of(config: Config | ResolvedConfig, setting: Setting) -> object:
+def value_of(config: Config, setting: Setting) -> object:
     """The value of `setting` in `config`."""
     value: object = getattr(getattr(config, setting.section), setting.key)
     return value
@@ -72,7 +72,17 @@ def _lines() -> Iterator[str]:
         yield "|---|---|---|---|"
         for setting in all_settings().values():
             if setting.section == section:
-                default = show_by_device(value_by_device(Config(), setting))
-                cells = (f"`{setting.key}`", setting.allowed, default, setting.description)
+                cells = (
+                    f"`{setting.key}`",
+                    setting.allowed,
+                    _default(setting),
+                    setting.description,
+                )
                 yield f"| {' | '.join(cells)} |"
         yield ""
+
+
+def _default(setting: Setting) -> str:
+    if setting.default is not None:
+        return show(setting.default)
+    return show_by_device(value_by_device(Config(), setting))

@@ -82,7 +82,7 @@ class CacheConfig(Section):
     """Type of the cached keys and values. `auto`: the type of the model."""
     kv_cache_memory: ByteSize | None = Field(None, gt=0)
     """Memory for the KV cache of one rank, in bytes or with a unit (`512MiB`, `1GiB`). Unset:
-    1 GiB on CPU; on GPU what `cache.gpu_memory_utilization` leaves."""
+    a fixed amount on CPU, on GPU what `cache.gpu_memory_utilization` leaves."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """Share of each GPU's memory for weights, activations and KV cache together. Not read when
     `cache.kv_cache_memory` is set."""
@@ -95,9 +95,10 @@ class SchedulerConfig(Section):
     """`fcfs`: first come, first served. `priority`: the smallest `priority` of the requests
     first, and in order of arrival among equals."""
     max_num_seqs: int | None = Field(None, ge=1)
-    """The most requests that run at the same time. Unset: 256, on CPU 64."""
+    """The most requests that run at the same time. Unset: depends on the device."""
     max_num_batched_tokens: int | None = Field(None, ge=1)
-    """The most tokens that one step computes, over all requests. Unset: 8192, on CPU 512."""
+    """The most tokens that one step computes, over all requests. Unset: depends on the
+    device."""
     steps_in_flight: int | None = Field(None, ge=1, le=64)
     """Steps that are planned before the first of them has answered. 1: no look-ahead. Unset: 2
     with one pipeline stage, otherwise one more than there are stages."""

@@ -101,15 +101,18 @@ class SchedulerCore:
         Continuations are never turned away for the length of the queue.
         """
         self._bury(now)
-        fresh = [m for m in messages if not self._is_known(m.request_id)]
-        for message in fresh:
+        fresh: dict[str, SubmitRequest] = {}
+        for message in messages:
+            if not self._is_known(message.request_id):
+                fresh.setdefault(message.request_id, message)
+        for message in fresh.values():
             refusal = bad_request(
                 message, max_model_len=self._max_model_len, policy=self._config.policy
             )
             if refusal is not None:
                 self.accounting.rejected["bad_request"] += 1
                 return refusal
-        requests = [Request.of(message, self._submissions + i) for i, message in enumerate(fresh)]
+        requests = [Request.of(m, self._submissions + i) for i, m in enumerate(fresh.values())]
         new = [request for request in requests if not request.is_continuation]
         for request in new:
             too_large = self._never_fits(request)

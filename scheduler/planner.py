@@ -193,7 +193,7 @@ class StepPlanner:
         if work.sample:
             victim.num_expected -= 1
         victim.num_computed = work.start
-        victim.last_planned_step = -1
+        victim.last_planned_step = draft.step_id - 1  # where the work before this one may be
         if victim in draft.grown:
             draft.grown.remove(victim)
         self.group.kv.take_back(victim, work.start)
@@ -217,7 +217,9 @@ class StepPlanner:
         group, waiting = self.group, self.waiting
         while draft.budget and waiting and len(group.running) < self._max_num_seqs:
             request = waiting.peek()
-            if self._stages > 1 and group.is_in_flight(request):
+            if group.is_in_flight(request):
+                # Opened again before its last token is back, that token would be dropped and
+                # computed anew, and the request may be preempted for the same lack of room.
                 break
             hit = group.kv.find_hit(request)
             num_hit = len(hit) * group.kv.block_size

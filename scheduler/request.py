@@ -248,10 +248,13 @@ class Request:
         return None
 
     def keep_prompt_logprobs(self, news: PromptLogprobs) -> None:
-        """Add the rows that are still missing; a recomputed prompt brings some again.
+        """Add the rows that are still missing; a recomputed prompt brings some again, or all,
+        long after they went out with the first token.
 
         Raises ProtocolError if rows were left out.
         """
+        if self.num_output_tokens:
+            return
         num_known = len(self.prompt_logprobs)
         num_again = num_known + 1 - news.first_position
         if num_again < 0:
