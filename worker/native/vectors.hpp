@@ -61,7 +61,8 @@ inline BFloat16 to_bfloat16(float x) {
   return {x == x ? uint16_t(word >> 16) : uint16_t(0x7fc0)};
 }
 
-inline Floats splat(float x) { return Floats{} + x; }
+// Subtracting zero is nothing; adding it is not (-0), and would be done.
+inline Floats splat(float x) { return x - Floats{}; }
 
 inline Floats load(const float* p) {
   Floats x;
