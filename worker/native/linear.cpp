@@ -44,7 +44,10 @@ inline Float16 narrow<Float16>(float x) { return {_Float16(x)}; }
 template <>
 inline BFloat16 narrow<BFloat16>(float x) { return to_bfloat16(x); }
 
-inline Floats silu(Floats x) { return x / (1.0f + exp_of(-max(x, splat(-87.0f)))); }
+inline Floats silu(Floats x) {
+  const Floats low = splat(-87.0f);  // e^87 is near the largest float; the result is 1e-36
+  return x < low ? Floats{} : x / (1.0f + exp_of(-max(x, low)));
+}
 
 template <class T>
 class Linear {
@@ -55,6 +58,7 @@ class Linear {
         blocks_((args.out + width() - 1) / width()) {}
 
   void run() {
+    if (a_.rows == 0) return;
     static thread_local std::vector<float> x_scratch;
     if (int64_t(x_scratch.size()) < a_.rows * a_.in) x_scratch.resize(a_.rows * a_.in);
     x_ = x_scratch.data();
