@@ -1,12 +1,13 @@
 """Reading one rank's shard of a Llama-like checkpoint into fused, parallel layers."""
 
+import logging
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from configs.ranks import ModelShape, layers_of_stage
+from configs.ranks import ModelShape, kv_head_copies, layers_of_stage
 from worker.models.base import Communicator, ModelSpec
 from worker.models.checkpoint import Checkpoint, digest
 from worker.models.config import DecoderConfig
@@ -22,6 +23,8 @@ from worker.models.llama import Attention, GatedMlp, Layer, LlamaDecoder
 from worker.models.norms import HeadNorm, Norm
 from worker.models.rope import Rope
 from worker.models.sharding import TensorSlice, tensor_slice
+
+_log = logging.getLogger(__name__)
 
 
 class _Weighted(Protocol):
@@ -65,6 +68,16 @@ def load_llama(
     part = tensor_slice(
         shape, config.vocab_size, rank=comm.rank, size=comm.size, num_stages=num_stages
     )
+    copies = kv_head_copies(config.num_kv_heads, comm.size)
+    if copies > 1 and comm.rank == 0:
+        _log.warning(
+            "%d tensor-parallel ranks share %d KV heads: each is held by %d ranks, so the KV cache "
+            "takes %d times the memory that it needs",
+            comm.size,
+            config.num_kv_heads,
+            copies,
+            copies,
+        )
     layers = layers_of_stage(config.num_layers, num_stages, stage)
     return _Loader(checkpoint, config, part, layers, dtype, device, comm).load()
 

@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 
 from worker.models.base import Attend
-from worker.models.errors import UnsupportedModelError
+from worker.models.errors import ModelError, UnsupportedModelError
 
 _TOLERANCE = 0.01
 """Of the largest value; far above rounding in bfloat16, far below another token's influence."""
+
+
+class NotANumberError(ModelError):
+    """The probed tokens have become NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,8 @@ def probe(decoder: Probed, num_layers: int, device: torch.device, name: str) -> 
     """Run two tokens through `decoder` twice, changing only the first of them.
 
     Raises UnsupportedModelError where the second is not left alone, or where not each layer
-    has attended once, all with the same shapes. `name` is what the messages call the model.
+    has attended once, all with the same shapes; NotANumberError where it says. `name` is what
+    the messages call the model.
     """
     recorder = _Recorder()
     with torch.inference_mode():
@@ -52,7 +57,9 @@ def probe(decoder: Probed, num_layers: int, device: torch.device, name: str) -> 
             hidden_tE = decoder.embed(torch.tensor([first_id, 2], device=device))
             hidden_tE = decoder.layers(hidden_tE, positions_t, recorder)
             seconds.append(hidden_tE[1].float())
-        vocab_size = _vocab_size(decoder, hidden_tE[:1], name)
+        logits_sV = _logits(decoder, hidden_tE[:1], name)
+    if bool(seconds[1].isnan().any()) or bool(logits_sV.isnan().any()):
+        raise NotANumberError(f"{name} turns two ordinary tokens into NaN.")
     shapes = set(recorder.shapes.values())
     if sorted(recorder.shapes) != list(range(num_layers)) or recorder.num_calls != 2 * num_layers:
         raise UnsupportedModelError(
@@ -75,14 +82,14 @@ def probe(decoder: Probed, num_layers: int, device: torch.device, name: str) -> 
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         hidden_size=hidden_tE.shape[-1],
-        vocab_size=vocab_size,
+        vocab_size=logits_sV.shape[-1],
         windows=tuple(recorder.windows[layer] for layer in range(num_layers)),
     )
 
 
-def _vocab_size(decoder: Probed, hidden_sE: Tensor, name: str) -> int:
+def _logits(decoder: Probed, hidden_sE: Tensor, name: str) -> Tensor:
     try:
-        return decoder.logits(hidden_sE).shape[-1]
+        return decoder.logits(hidden_sE)
     except AttributeError as error:
         raise UnsupportedModelError(
             f"The head of {name} reaches into its base model ({error}), so it cannot run on the "

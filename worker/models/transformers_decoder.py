@@ -25,8 +25,9 @@ from transformers.utils import logging as transformers_logging
 from worker.models.base import Attend, ModelSpec
 from worker.models.checkpoint import Checkpoint, digest
 from worker.models.errors import BrokenModelError, UnsupportedModelError
+from worker.models.faster_modules import exchange_linears
 from worker.models.fields import Fields, read_architecture
-from worker.models.probe import probe
+from worker.models.probe import NotANumberError, probe
 
 _log = logging.getLogger(__name__)
 
@@ -96,24 +97,29 @@ class _Given(nn.Module):
 class TransformersDecoder:
     """A whole model on one rank; implements `worker.models.base.Decoder`."""
 
-    def __init__(self, model: Any, digest_: str) -> None:
-        """Takes `model` apart into base and head. Raises UnsupportedModelError."""
+    def __init__(self, model: Any, digest_: str, *, exchange: bool) -> None:
+        """Takes `model` apart into base and head, and probes it. Raises ModelError.
+
+        With `exchange`, its linear layers take the fastest form for the CPU.
+        """
         config = model.config.get_text_config(decoder=True)
         windows = _declared_windows(config)
+        dtype, device = model.dtype, model.device
+        held_bytes = exchange_linears(model) if exchange else 0
         self._base = getattr(model, model.base_model_prefix)
         self._embedding = self._base.get_input_embeddings()
         self._head = model
         self._given = _Given()
         setattr(model, model.base_model_prefix, self._given)
         self._link = _Link(windows)
-        for module in self._base.modules():
+        for module in self.modules():
             if hasattr(module, "layer_idx"):
                 module.palimpsest_link = self._link
-        shape = probe(self, len(windows), model.device, type(model).__name__)
+        shape = probe(self, len(windows), device, type(model).__name__)
         weights = {*self._base.parameters(), *model.parameters(), *self._base.buffers()}
         self._spec = ModelSpec(
             architecture=type(model).__name__,
-            dtype=model.dtype,
+            dtype=dtype,
             num_layers=len(windows),
             first_layer=0,
             num_heads=shape.num_heads,
@@ -125,13 +131,18 @@ class TransformersDecoder:
             windows=shape.windows,
             is_first_stage=True,
             is_last_stage=True,
-            weight_bytes=sum(weight.nbytes for weight in weights),
+            weight_bytes=held_bytes + sum(weight.nbytes for weight in weights),
             digest=digest_,
         )
 
     @property
     def spec(self) -> ModelSpec:
         return self._spec
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules of base and head."""
+        yield from self._base.modules()
+        yield from self._head.modules()
 
     def embed(self, token_ids_t: Tensor) -> Tensor:
         hidden_tE: Tensor = self._embedding(token_ids_t)
@@ -183,9 +194,15 @@ def load_with_transformers(
         )
     with Checkpoint(directory):
         pass  # Its errors say more than those of transformers: missing shards, pickle weights.
-    model = _load(directory, dtype)
     _log.info("%s runs through transformers' own code", architecture)
-    return TransformersDecoder(model.to(device).eval().requires_grad_(False), digest(directory))
+    if device.type == "cpu":
+        try:
+            return TransformersDecoder(_load(directory, dtype), digest(directory), exchange=True)
+        except (NotANumberError, AttributeError, AssertionError, RuntimeError) as error:
+            _log.info("%s needs its linear layers as they are: %s", architecture, error)
+    return TransformersDecoder(
+        _load(directory, dtype).to(device), digest(directory), exchange=False
+    )
 
 
 def _load(directory: Path, dtype: torch.dtype) -> Any:
@@ -212,7 +229,7 @@ def _load(directory: Path, dtype: torch.dtype) -> Any:
         )
     for name in sorted(info["missing_keys"]):
         raise BrokenModelError(f"The weights in {directory} lack the tensor {name}.")
-    return model
+    return model.eval().requires_grad_(False)
 
 
 @contextmanager

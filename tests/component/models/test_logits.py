@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.models.olmo2 import modeling_olmo2
+from transformers.pytorch_utils import Conv1D
 
 from tests.support.dense import logits_of
 from tests.support.models import (
@@ -18,6 +20,7 @@ from tests.support.models import (
 )
 from tests.support.references import stories_directory
 from tests.support.thread_group import run_ranks
+from worker.models.faster_modules import _FastLinear
 from worker.models.llama import LlamaDecoder
 from worker.models.registry import load_decoder
 from worker.models.transformers_decoder import TransformersDecoder
@@ -75,6 +78,27 @@ def test_native_decoder_has_the_logits_of_transformers(name: str, tmp_path: Path
 @pytest.mark.parametrize("name", THROUGH_TRANSFORMERS)
 def test_transformers_code_keeps_its_logits_over_our_attention(name: str, tmp_path: Path) -> None:
     check(make_model(name, tmp_path), VOCAB_SIZE, TransformersDecoder)
+
+
+@pytest.mark.parametrize("name", THROUGH_TRANSFORMERS)
+def test_linears_inside_transformers_code_are_exchanged(name: str, tmp_path: Path) -> None:
+    decoder = load_decoder(make_model(name, tmp_path), dtype="bfloat16")
+    assert isinstance(decoder, TransformersDecoder)
+    kinds = {type(module) for module in decoder.modules()}
+    assert _FastLinear in kinds
+    assert not kinds & {torch.nn.Linear, Conv1D}
+
+
+def test_model_that_computes_with_the_weights_of_its_linears_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj.weight, self.up_proj(x)
+        down: Tensor = self.down_proj(torch.nn.functional.silu(x @ gate.T) * up)
+        return down
+
+    monkeypatch.setattr(modeling_olmo2.Olmo2MLP, "forward", forward)
+    check(make_model("olmo2", tmp_path), VOCAB_SIZE, TransformersDecoder)
 
 
 def test_stories260k_has_the_logits_of_transformers(
