@@ -143,8 +143,9 @@ def _pack(rows: Tensor, columns: int, gated: bool) -> Tensor:
         halves = [_pack(half, columns // 2, gated=False) for half in rows.chunk(2)]
         return torch.cat(halves, 1)
     missing = -len(rows) % columns
-    padded = F.pad(rows, (*(0, 0) * (rows.ndim - 1), 0, missing))
-    return padded.unflatten(0, (-1, columns))
+    if missing:
+        rows = F.pad(rows, (*(0, 0) * (rows.ndim - 1), 0, missing))
+    return rows.unflatten(0, (-1, columns))
 
 
 class InPlaceRotation:

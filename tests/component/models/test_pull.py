@@ -233,3 +233,10 @@ def test_the_command_says_where_the_model_is(
     refused = CliRunner().invoke(app, ["no-such-model"])
     assert refused.exit_code == 1
     assert "'no-such-model' is no packaged model" in refused.output
+
+
+def test_the_command_needs_no_torch() -> None:
+    """The command line imports it, and must start at once."""
+    program = "import sys, worker.pull; sys.exit('torch' in sys.modules)"
+    environment = {"PYTHONPATH": str(REPOSITORY)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
