@@ -73,7 +73,7 @@ def stories_references(directory: Path, data_dir: Path | None) -> list[Reference
     """For the model in `directory`: the recorded ones where `data_dir` holds the real model."""
     if data_dir is not None:
         return _recorded("stories260K")
-    return _references_of(directory, _stand_in_prompts(), ends_early=True)
+    return references_by_transformers(directory, random_prompts(512), ends_early=True)
 
 
 def stories_directory(data_dir: Path | None, scratch: Path) -> Path:
@@ -88,33 +88,38 @@ def _recorded(model: str) -> list[Reference]:
     return [Reference(**entry) for entry in recording[model]]
 
 
-def _stand_in_prompts() -> Iterator[tuple[str, list[int]]]:
+def random_prompts(vocab_size: int) -> Iterator[tuple[str, list[int]]]:
+    """Seeded, of 5 to 40 tokens, without the three special ids at the start."""
     generator = torch.Generator().manual_seed(0)
     for number in range(10 * NUM_PROMPTS):
-        length = int(torch.randint(5, 40, (), generator=generator))
-        ids = torch.randint(3, 512, (length,), generator=generator)
-        yield f"stand-in:{number}", ids.tolist()
+        length = int(torch.randint(5, 41, (), generator=generator))
+        ids = torch.randint(3, vocab_size, (length,), generator=generator)
+        yield f"random:{number}", ids.tolist()
 
 
-def _references_of(
-    directory: Path, prompts: Iterable[tuple[str, list[int]]], *, ends_early: bool = False
+def references_by_transformers(
+    directory: Path,
+    prompts: Iterable[tuple[str, list[int]]],
+    *,
+    count: int = NUM_PROMPTS,
+    ends_early: bool = False,
 ) -> list[Reference]:
-    """The first 20 prompts that qualify; `ends_early` also takes those that end before 64."""
+    """The first `count` prompts that qualify; `ends_early` also takes outputs under 64 tokens."""
     from transformers import AutoModelForCausalLM
 
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     references: list[Reference] = []
     for source, prompt in prompts:
-        if len(references) == NUM_PROMPTS:
+        if len(references) == count:
             break
         if len(prompt) > MAX_PROMPT_TOKENS:
             continue
         output, gap = _generate(model, prompt)
         if gap >= MIN_GAP and (ends_early or len(output) == OUTPUT_TOKENS):
             references.append(Reference(source, prompt, output))
-    if len(references) < NUM_PROMPTS:
-        raise ValueError(f"only {len(references)} of {NUM_PROMPTS} prompts qualify")
+    if len(references) < count:
+        raise ValueError(f"only {len(references)} of {count} prompts qualify")
     return references
 
 
@@ -158,10 +163,10 @@ def _record(data_dir: Path) -> None:
     stories = data_dir / "stories260K"
     story_tokenizer = AutoTokenizer.from_pretrained(stories)
     recording = {
-        "smollm2-135m": _references_of(
+        "smollm2-135m": references_by_transformers(
             smollm2, _smollm2_prompts(data_dir, AutoTokenizer.from_pretrained(smollm2))
         ),
-        "stories260K": _references_of(
+        "stories260K": references_by_transformers(
             stories,
             (
                 (f"opening:{number}", story_tokenizer.encode(text))
