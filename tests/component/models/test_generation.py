@@ -11,7 +11,6 @@ from tests.support.models import MAX_POSITION, THROUGH_TRANSFORMERS, VOCAB_SIZE,
 from tests.support.real_worker import LocalWorker, complete, worker_config
 from tests.support.references import random_prompts, references_by_transformers
 
-
 COVERING = {"gpt2", "gemma2", "mixtral"}
 # Longer than its trained length, longrope's texts depend on how long they get.
 NAMES = [
