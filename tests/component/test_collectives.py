@@ -4,14 +4,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from configs.ranks import RankPlace
 from configs.sections import ParallelConfig
@@ -47,6 +49,19 @@ def on_all(groups: list[Group], call: Callable[[Group], T]) -> list[T]:
         return list(threads.map(call, groups))
 
 
+def reduce_part(parts: Sequence[Tensor], group: Group) -> Tensor:
+    return group.tensor.all_reduce(parts[group.tensor.rank])
+
+
+def gather_part(parts: Sequence[Tensor], group: Group) -> Tensor:
+    return group.tensor.all_gather_last_dim(parts[group.tensor.rank])
+
+
+def broadcast_ids(ids: Tensor, group: Group) -> Tensor:
+    mine = ids if group.tensor.rank == 0 else torch.zeros_like(ids)
+    return torch.from_numpy(group.broadcast_ids(mine.numpy()))
+
+
 @pytest.fixture(params=[(2, True), (3, True), (4, True), (2, False), (3, False)], ids=str)
 def groups(request: pytest.FixtureRequest) -> Any:
     size, shared_memory = request.param
@@ -65,7 +80,7 @@ def test_all_reduce_is_exact_and_the_same_everywhere(
     rng = torch.Generator().manual_seed(0)
     for shape in ((1, 1), (1, 576), (7, 33), (32, 576), (513, 576), (4000, 300)):
         parts = [torch.randn(shape, generator=rng).to(dtype) for _ in groups]
-        sums = on_all(groups, lambda g: g.tensor.all_reduce(parts[g.tensor.rank].clone()))
+        sums = on_all(groups, partial(reduce_part, [part.clone() for part in parts]))
         total = torch.stack(parts).double().sum(0)
         for found in sums:
             assert found.dtype == dtype
@@ -78,21 +93,14 @@ def test_all_gather_puts_ranks_side_by_side(groups: list[Group]) -> None:
     for rows, width in ((1, 5), (32, 1234), (3, 700_000)):
         whole = torch.arange(rows * width * len(groups), dtype=torch.float32).view(rows, -1)
         parts = whole.chunk(len(groups), dim=1)
-        for found in on_all(groups, lambda g: g.tensor.all_gather_last_dim(parts[g.tensor.rank])):
+        for found in on_all(groups, partial(gather_part, parts)):
             assert torch.equal(found, whole)
 
 
 def test_broadcast_gives_everybody_what_rank_0_has(groups: list[Group]) -> None:
     for length in (1, 64, 1_000_000):
         expected = torch.arange(length)
-        found = on_all(
-            groups,
-            lambda g: torch.from_numpy(
-                g.broadcast_ids(
-                    (expected if g.tensor.rank == 0 else torch.zeros_like(expected)).numpy()
-                )
-            ),
-        )
+        found = on_all(groups, partial(broadcast_ids, expected))
         assert all(torch.equal(ids, expected) for ids in found)
 
 

@@ -30,7 +30,10 @@ class _Args(ctypes.Structure):
 
 
 class CpuAttention:
-    """Raises BackendUnavailableError at construction when the kernel cannot be built."""
+    """Raises BackendUnavailableError at construction when the kernel cannot be built.
+
+    One thread at a time: what all layers of a batch share is put together once, at the first.
+    """
 
     name = "cpu"
 
@@ -38,6 +41,8 @@ class CpuAttention:
         self._kernel = load("attention").paged_attention
         self._kernel.argtypes = [ctypes.POINTER(_Args)]
         self._kernel.restype = None
+        self._batch: AttentionBatch | None = None
+        self._args = _Args()
 
     def attend(
         self,
@@ -50,40 +55,34 @@ class CpuAttention:
     ) -> Tensor:
         if q_tHD.dtype not in _DTYPES or q_tHD.dtype == FP8:
             raise DeviceError(f"attention on CPU takes no queries of {q_tHD.dtype}")
-        pages = cache.k_NBGD
+        args, pages = self._args, cache.k_NBGD
+        if batch is not self._batch:
+            self._set_batch(batch)
         same = k_tGD.dtype == v_tGD.dtype == pages.dtype
         if not same:
             store(cache, batch.slot_t, k_tGD, v_tGD)
-        num_tokens, num_heads, head_dim = q_tHD.shape
-        out_tHD = torch.empty((num_tokens, num_heads, head_dim), dtype=q_tHD.dtype)
-        args = _Args(
-            q_tHD.data_ptr(),
-            k_tGD.data_ptr(),
-            v_tGD.data_ptr(),
-            out_tHD.data_ptr(),
-            pages.data_ptr(),
-            cache.v_NBGD.data_ptr(),
-            batch.query_start_s1.data_ptr(),
-            batch.kv_len_s.data_ptr(),
-            batch.block_ids_sb.data_ptr(),
-            batch.slot_t.data_ptr() if same else None,
-            q_tHD.stride()[:2],
-            k_tGD.stride()[:2],
-            v_tGD.stride()[:2],
-            num_tokens,
-            len(batch.kv_len_s),
-            batch.block_ids_sb.shape[1],
-            num_heads,
-            pages.shape[2],
-            head_dim,
-            pages.shape[1],
-            _DTYPES[q_tHD.dtype],
-            _DTYPES[pages.dtype],
-            rule.window or 0,
-            torch.get_num_threads(),
-            rule.scale * cache.k_scale,
-            cache.v_scale,
-            rule.softcap or 0.0,
-        )
+        out_tHD = torch.empty(q_tHD.shape, dtype=q_tHD.dtype)
+        args.q, args.k, args.v = q_tHD.data_ptr(), k_tGD.data_ptr(), v_tGD.data_ptr()
+        args.out = out_tHD.data_ptr()
+        args.k_pages, args.v_pages = pages.data_ptr(), cache.v_NBGD.data_ptr()
+        args.slots = batch.slot_t.data_ptr() if same else None
+        args.q_strides = q_tHD.stride()[:2]
+        args.k_strides = k_tGD.stride()[:2]
+        args.v_strides = v_tGD.stride()[:2]
+        args.num_tokens, args.num_heads, args.head_dim = q_tHD.shape
+        _, args.block_size, args.num_kv_heads, _ = pages.shape
+        args.activation_dtype, args.cache_dtype = _DTYPES[q_tHD.dtype], _DTYPES[pages.dtype]
+        args.window = rule.window or 0
+        args.score_scale, args.value_scale = rule.scale * cache.k_scale, cache.v_scale
+        args.softcap = rule.softcap or 0.0
         self._kernel(ctypes.byref(args))
         return out_tHD
+
+    def _set_batch(self, batch: AttentionBatch) -> None:
+        args = self._args
+        args.query_start = batch.query_start_s1.data_ptr()
+        args.kv_len = batch.kv_len_s.data_ptr()
+        args.block_ids = batch.block_ids_sb.data_ptr()
+        args.num_seqs, args.blocks_per_seq = batch.block_ids_sb.shape
+        args.num_threads = torch.get_num_threads()
+        self._batch = batch  # keeps what the pointers point to

@@ -11,8 +11,9 @@ from worker.errors import BackendUnavailableError, DeviceError
 logger = logging.getLogger(__name__)
 
 
-def select_attention(device: torch.device) -> AttentionBackend:
-    """The fastest backend for `device`; the reference, with a warning, where nothing else works."""
+def select_attention(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """The fastest backend for `device` and activations of `dtype`; the reference, with a warning,
+    where nothing else works. Raises DeviceError."""
     if device.type not in ("cpu", "cuda"):
         raise DeviceError(f"there is no attention for device {device}; use cpu or cuda")
     try:
@@ -22,7 +23,7 @@ def select_attention(device: torch.device) -> AttentionBackend:
             return CpuAttention()
         from worker.attention.gpu import select_gpu_attention
 
-        return select_gpu_attention()
+        return select_gpu_attention(device, dtype)
     except BackendUnavailableError as error:
         logger.warning("attention falls back to the slow reference: %s", error)
         return ReferenceAttention()
