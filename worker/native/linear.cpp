@@ -64,17 +64,20 @@ class Linear {
     x_ = x_scratch.data();
     // A few rows leave sums idle: two blocks at once keep the multipliers busy.
     const int64_t together = a_.rows <= 2 ? 2 : 1;
+    // One tile is prepared before another thread would have met this one at a barrier.
+    if (tiles_ == 1) prepare(0);
 #pragma omp parallel num_threads(a_.num_threads)
     {
+      if (tiles_ > 1) {
 #pragma omp for schedule(static)
-      for (int64_t tile = 0; tile < tiles_; ++tile) prepare(tile);
-      std::vector<float> wide(widens() ? a_.in * kColumns : 0);
+        for (int64_t tile = 0; tile < tiles_; ++tile) prepare(tile);
+      }
 #pragma omp for schedule(static)
       for (int64_t block = 0; block < blocks_; block += together)
         if (block + 1 < blocks_ && together == 2)
-          multiply_tile<2>(weights(block), block, 0);
+          multiply_tile<2>(block, 0);
         else
-          multiply_block(block, wide);
+          for (int64_t tile = 0; tile < tiles_; ++tile) multiply_tile<1>(block, tile);
     }
   }
 
@@ -85,11 +88,6 @@ class Linear {
 
   int64_t width() const { return a_.gated ? kLanes : kColumns; }  // columns of y per block
   int64_t row_of(int64_t tile) const { return a_.rows * tile / tiles_; }
-  const T* weights(int64_t block) const {
-    return static_cast<const T*>(a_.packed) + block * a_.in * kColumns;
-  }
-  // With more tiles than this it pays to convert a block once instead of once per tile.
-  bool widens() const { return sizeof(T) < 4 && tiles_ > 2; }
 
   void prepare(int64_t tile) {
     const int64_t first = row_of(tile), rows = row_of(tile + 1) - first;
@@ -119,39 +117,30 @@ class Linear {
     return sum;
   }
 
-  void multiply_block(int64_t block, std::vector<float>& wide) {
-    if (!widens()) {
-      for (int64_t tile = 0; tile < tiles_; ++tile) multiply_tile<1>(weights(block), block, tile);
-      return;
-    }
-    const T* w = weights(block);
-    for (int64_t i = 0; i < a_.in * kColumns; i += kLanes) store(&wide[i], load(w + i));
-    for (int64_t tile = 0; tile < tiles_; ++tile)
-      multiply_tile<1>(static_cast<const float*>(wide.data()), block, tile);
-  }
-
   // B neighbouring blocks with the rows of one tile.
-  template <int B, class W>
-  void multiply_tile(const W* w, int64_t block, int64_t tile) {
+  template <int B>
+  void multiply_tile(int64_t block, int64_t tile) {
     const int64_t first = row_of(tile);
-    multiply_rows<kRows, B>(w, block, first, row_of(tile + 1) - first);
+    multiply_rows<kRows, B>(block, first, row_of(tile + 1) - first);
   }
 
-  template <int R, int B, class W>
-  void multiply_rows(const W* w, int64_t block, int64_t first, int64_t rows) {
+  template <int R, int B>
+  void multiply_rows(int64_t block, int64_t first, int64_t rows) {
     if constexpr (R > 1)
-      if (rows < R) return multiply_rows<R - 1, B>(w, block, first, rows);
+      if (rows < R) return multiply_rows<R - 1, B>(block, first, rows);
     // More rows than two never come with two blocks, and their sums would not fit.
-    if constexpr (B == 1 || R <= 2) multiply<R, B>(w, block, first);
+    if constexpr (B == 1 || R <= 2) multiply<R, B>(block, first);
   }
 
-  template <int R, int B, class W>
-  void multiply(const W* w, int64_t block, int64_t first) {
+  // Widening the weights anew for each tile costs less than keeping them widened in the cache.
+  template <int R, int B>
+  void multiply(int64_t block, int64_t first) {
+    const T* w = static_cast<const T*>(a_.packed) + block * a_.in * kColumns;
     const float* x = x_ + first * a_.in;
     Floats sum[R][B][2] = {};
     for (int64_t i = 0; i < a_.in; ++i)
       for (int b = 0; b < B; ++b) {
-        const W* column = w + (b * a_.in + i) * kColumns;
+        const T* column = w + (b * a_.in + i) * kColumns;
         const Floats w0 = load(column), w1 = load(column + kLanes);
         for (int r = 0; r < R; ++r) {
           const Floats xr = splat(x[i * R + r]);
