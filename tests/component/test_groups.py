@@ -38,6 +38,7 @@ def test_greedy_ids_over_ranks_and_stages(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("settings", [{}, {"num_blocks": 30, "block_size": 8}], ids=str)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (2, 2), (1, 5), (8, 1)])
 def test_greedy_ids_over_the_whole_grid(

@@ -77,6 +77,6 @@ class AttentionBackend(Protocol):
         Every store happens before any read, because a sequence of the batch may read blocks
         that another one fills in the same plan. Inputs may be strided in all but the last
         dimension; they are not changed. Accumulates in float32. The result for a sequence
-        does not depend on the others in the batch.
+        does not depend on the others in the batch: on CPU to the last bit, on GPU to rounding.
         """
         ...

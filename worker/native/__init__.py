@@ -88,9 +88,14 @@ def _build(compiler: str, source: Path, library: Path) -> None:
         if done.returncode != 0:
             raise BackendUnavailableError(
                 f"{Path(compiler).name} could not build the CPU kernel {source.stem!r}: "
-                f"{done.stderr.strip()[:2000]}"
+                f"{_first_error(done.stderr)}"
             )
         made.replace(library)  # atomic: others see a whole library or none
+
+
+def _first_error(output: str) -> str:
+    lines = output.strip().splitlines() or ["it said nothing"]
+    return next((line for line in lines if "error" in line), lines[-1])
 
 
 def _cache_folder() -> Path:
