@@ -64,6 +64,6 @@ def test_ended_requests_are_let_go() -> None:
     driver.run()
     driver.core.submit([], driver.now)
     gc.collect()
-    alive = [each for each in gc.get_objects() if isinstance(each, Request)]
+    alive = [each for each in gc.get_objects() if type(each) is Request]
     assert len(alive) < 100
     assert len(driver.core._tombstones) < 10
