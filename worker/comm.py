@@ -28,7 +28,10 @@ class TensorGroup(Communicator, Protocol):
         ...
 
     def abort(self) -> None:
-        """Make this rank's pending and later calls raise; from any thread, never blocks."""
+        """Make pending and later calls raise as soon as the transport can; never blocks.
+
+        From any thread. Through shared memory that takes milliseconds, on every rank.
+        """
         ...
 
     def close(self) -> None:
@@ -111,7 +114,7 @@ class Group:
         return shared.numpy()
 
     def abort(self) -> None:
-        """Make calls that wait for other ranks raise GroupBrokenError; from any thread."""
+        """Make calls that wait for ranks of this stage raise GroupBrokenError; see there."""
         self.tensor.abort()
 
     def close(self) -> None:

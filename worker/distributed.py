@@ -155,11 +155,17 @@ class TorchTensorGroup:
         _wait(self._group.broadcast([x], _from_rank_0()))
 
     def abort(self) -> None:
-        with suppress(RuntimeError):
-            self._group.abort()
+        """Ends what nccl waits for. gloo cannot be interrupted: there a call ends when a peer's
+        process does, when a peer closes the group, or at the deadline."""
+        group = self._group
+        if group is not None:
+            with suppress(RuntimeError):
+                group.abort()
 
     def close(self) -> None:
+        """Closes the connections, which ends the calls of peers that wait for this rank."""
         self.abort()
+        self._group = None
 
 
 class TorchStageLink:
@@ -172,9 +178,7 @@ class TorchStageLink:
 
     def send(self, hidden_tE: Tensor) -> None:
         hidden_tE = hidden_tE.contiguous()
-        while self._sending and (
-            len(self._sending) >= _MAX_SENDS or self._sending[0][0].is_completed()
-        ):
+        if len(self._sending) == _MAX_SENDS:
             _wait(self._sending.popleft()[0])
         with _told_as_broken("activations could not be sent"):
             sent = self._group.send([hidden_tE], self._stage + 1, 0)
@@ -189,8 +193,7 @@ class TorchStageLink:
 
     def close(self) -> None:
         self._sending.clear()
-        with suppress(RuntimeError):
-            self._group.abort()
+        self._group = None
 
 
 def _from_rank_0() -> Any:

@@ -121,7 +121,9 @@ class Executor:
         if not group.is_last_stage:
             group.send(hidden_tE)
             return None
-        rated = prompt_logprobs(batch, hidden_tE, decoder.logits, self._sampling, self._table)
+        rated = prompt_logprobs(
+            batch, hidden_tE, decoder.logits, self._sampling, self._table, answers=group.answers
+        )
         sampled = self._sample(batch, hidden_tE)
         return _outputs(batch, sampled, rated) if sampled is not None else None
 

@@ -7,6 +7,7 @@ plans in order, and hands back the results. A rank that fails or dies breaks the
 import contextlib
 import logging
 import multiprocessing
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -40,6 +41,9 @@ class _Join:
 class _Fault:
     kind: str
     message: str
+
+    def error(self, rank: int) -> GroupBrokenError:
+        return GroupBrokenError(f"rank {rank}: {self.kind}: {self.message}")
 
 
 class ProcessGroup:
@@ -146,7 +150,22 @@ class ProcessGroup:
             try:
                 pipe.send(message)
             except OSError as error:
-                raise GroupBrokenError(f"rank {rank} is gone") from error
+                raise self._death(rank) from error
+
+    def _death(self, rank: int) -> GroupBrokenError:
+        """What is known of a rank whose pipe is closed. It may have said why before it went."""
+        with contextlib.suppress(EOFError, OSError):
+            while self._pipes[rank].poll():
+                said = self._pipes[rank].recv()
+                if isinstance(said, _Fault):
+                    return said.error(rank)
+        process = self._processes[rank]
+        process.join(_EXIT_SECONDS)
+        code = process.exitcode
+        how = (
+            f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with {code}"
+        )
+        return GroupBrokenError(f"the process of rank {rank} has ended {how}")
 
     def _next(self, timeout_seconds: float) -> object:
         """What some rank says next."""
@@ -159,9 +178,9 @@ class ProcessGroup:
         try:
             said: object = pipe.recv()
         except (EOFError, OSError) as error:
-            raise GroupBrokenError(f"rank {rank} died") from error
+            raise self._death(rank) from error
         if isinstance(said, _Fault):
-            raise GroupBrokenError(f"rank {rank}: {said.kind}: {said.message}")
+            raise said.error(rank)
         return said
 
 

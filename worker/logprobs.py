@@ -3,7 +3,7 @@
 They rate the model's own distribution: before penalties, biases, masks and temperature.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from worker.sampling_table import SamplingTable
 from worker.sequence_table import Int64s, SequenceTable
 
 _SLICE_BYTES = 64 << 20
-"""Logits held at once while rating a prompt."""
+"""Logits held at once while rating a prompt; those of 8,192 tokens would take 1.6 GB."""
 
 
 def token_logprobs(logits_nV: Tensor, token_id_n: Tensor, num_top_n: Int64s) -> list[TokenLogprobs]:
@@ -41,10 +41,13 @@ def prompt_logprobs(
     logits: Callable[[Tensor], Tensor],
     sampling: SamplingTable,
     table: SequenceTable,
+    *,
+    answers: bool,
 ) -> dict[int, PromptLogprobs]:
     """Rows for the prompt tokens that the plan's hidden states predict, by piece.
 
-    Calls `logits`, a collective, equally often on all tensor-parallel ranks.
+    Calls `logits`, a collective, equally often on all tensor-parallel ranks; only the one that
+    `answers` rates, the others get nothing.
 
         piece            positions [start, start + n)
         predicts         positions [start + 1, start + n + 1), the last one is sampled
@@ -59,37 +62,23 @@ def prompt_logprobs(
         return {}
     count_p = count_s[pieces]
     piece_r = np.repeat(pieces, count_p)
-    offset_r = np.arange(len(piece_r)) - np.repeat(np.cumsum(count_p) - count_p, count_p)
+    first_p = np.cumsum(count_p) - count_p
+    offset_r = np.arange(len(piece_r)) - np.repeat(first_p, count_p)
     token_id_r = table.token_ids[work.row_s[piece_r], work.start_s[piece_r] + offset_r + 1]
-    rated = _rated(
-        hidden_tE,
-        batch.query_start_s1[piece_r] + offset_r,
-        token_id_r.astype(np.int64),
-        num_top_s[piece_r],
-        logits,
-        table.vocab_size,
-    )
+    rated: list[TokenLogprobs] = []
+    length = max(1, _SLICE_BYTES // (4 * table.vocab_size))
+    for begin in range(0, len(piece_r), length):
+        part = slice(begin, begin + length)
+        hidden_r = batch.query_start_s1[piece_r[part]] + offset_r[part]
+        logits_rV = logits(hidden_tE[torch.from_numpy(hidden_r).to(hidden_tE.device)])
+        if answers:
+            token_ids = torch.from_numpy(token_id_r[part].astype(np.int64)).to(logits_rV.device)
+            rated += token_logprobs(logits_rV, token_ids, num_top_s[piece_r[part]])
+    if not answers:
+        return {}
     return {
         int(piece): PromptLogprobs(
-            int(work.start_s[piece]) + 1, tuple(next(rated) for _ in range(count))
+            int(work.start_s[piece]) + 1, tuple(rated[first : first + count])
         )
-        for piece, count in zip(pieces, count_p.tolist(), strict=True)
+        for piece, first, count in zip(pieces, first_p.tolist(), count_p.tolist(), strict=True)
     }
-
-
-def _rated(
-    hidden_tE: Tensor,
-    hidden_r: Int64s,
-    token_id_r: Int64s,
-    num_top_r: Int64s,
-    logits: Callable[[Tensor], Tensor],
-    vocab_size: int,
-) -> Iterator[TokenLogprobs]:
-    """In slices: the logits of a whole prompt of 8,192 tokens would take 1.6 GB."""
-    length = max(1, _SLICE_BYTES // (4 * vocab_size))
-    for begin in range(0, len(hidden_r), length):
-        part = slice(begin, begin + length)
-        at = torch.from_numpy(hidden_r[part]).to(hidden_tE.device)
-        logits_rV = logits(hidden_tE[at])
-        token_ids = torch.from_numpy(token_id_r[part]).to(hidden_tE.device)
-        yield from token_logprobs(logits_rV, token_ids, num_top_r[part])

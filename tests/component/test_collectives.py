@@ -140,6 +140,18 @@ def test_abort_wakes_who_waits() -> None:
         group.close()
 
 
+def test_who_leaves_wakes_who_waits_for_it_in_the_next_stage() -> None:
+    first, second = join_all(1, 2)
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(second.receive, (2, 2), torch.float32, CPU)
+        time.sleep(0.05)
+        assert not call.done()
+        first.close()
+        with pytest.raises(GroupBrokenError, match="is gone"):
+            call.result(timeout=5)
+    second.close()
+
+
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_a_rank_that_never_comes_is_noticed_at_the_deadline(shared_memory: bool) -> None:
     waiting, other = join_all(2, shared_memory=shared_memory, deadline_seconds=1.0)

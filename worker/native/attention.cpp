@@ -23,7 +23,7 @@ namespace {
 constexpr int kChunk = 128;      // keys scored at once
 constexpr int kAhead = 16;       // keys fetched before they are scored
 constexpr int kSpan = 512;       // keys of one item of a decode
-constexpr int kTileRows = 128;   // rows of one item of a prefill, about
+constexpr int kTileRows = 192;   // rows of one item of a prefill, about
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 struct Args {
