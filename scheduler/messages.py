@@ -325,6 +325,56 @@ class TokenBatch(Message, frozen=True):
     deltas: tuple[TokenDelta, ...]
 
 
+class EngineState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    """What was accepted goes on, nothing new is taken."""
+    FAILED = "failed"
+    """For good; only a new engine helps."""
+
+
+class EngineInfo(Message, frozen=True):
+    """The engine as an ingress replica needs to know it. Sizes are 0 until workers reported."""
+
+    state: EngineState
+    reason: str = ""
+    """Why no token can be made now, as one sentence; empty when `state` is READY."""
+    epoch: int = 0
+    max_model_len: int = 0
+    vocab_size: int = 0
+    block_size: int = 0
+    num_blocks: int = 0
+    """With the null block."""
+    running_requests: int = 0
+    waiting_requests: int = 0
+    waiting_tokens: int = 0
+    tokens_per_second: float = 0.0
+    """Tokens that recent steps computed, prompt and output; 0.0 while that is not known."""
+
+    @property
+    def capacity_tokens(self) -> int:
+        """What all requests together can hold."""
+        return max(0, self.num_blocks - 1) * self.block_size
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is EngineState.READY
+
+
+class PollAnswer(Message, frozen=True):
+    """Answer to a poll of one ingress replica.
+
+    Batches are numbered per replica from 1 on. A poll says which one arrived last, and until
+    then the same one is given again. Without news `batches` is empty and `number` is the one
+    that the poll named.
+    """
+
+    number: int
+    batches: tuple[TokenBatch, ...]
+    info: EngineInfo
+
+
 # ---------------------------------------------------------------------------------------
 # Wire
 
