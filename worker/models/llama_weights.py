@@ -1,0 +1,238 @@
+"""Reading one rank's shard of a Llama-like checkpoint into fused, parallel layers."""
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from configs.ranks import ModelShape, layers_of_stage
+from worker.models.base import Communicator, ModelSpec
+from worker.models.checkpoint import Checkpoint, digest
+from worker.models.config import DecoderConfig
+from worker.models.linear import (
+    Linear,
+    RowParallel,
+    VocabEmbedding,
+    VocabHead,
+    make_linear,
+)
+from worker.models.llama import Attention, GatedMlp, HeadNorm, Layer, LlamaDecoder, Norm
+from worker.models.rope import Rope
+from worker.models.sharding import TensorSlice, tensor_slice
+
+
+class _Weighted(Protocol):
+    @property
+    def weight_bytes(self) -> int: ...
+
+
+_W = TypeVar("_W", bound=_Weighted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of one stored projection that go into a fused matrix."""
+
+    projection: str
+    total: int
+    taken: range
+
+
+def load_llama(
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    comm: Communicator,
+    stage: int,
+    num_stages: int,
+) -> LlamaDecoder:
+    """The shard of tensor rank `comm.rank` in `stage`; reads nothing else from the files.
+
+    Each tensor is copied once, into its place; a packed linear frees its source before the
+    next is read. Raises ModelError, or ConfigError where the ranks do not divide the model.
+    """
+    shape = ModelShape(
+        num_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        mlp_size=config.intermediate_size,
+    )
+    part = tensor_slice(
+        shape, config.vocab_size, rank=comm.rank, size=comm.size, num_stages=num_stages
+    )
+    layers = layers_of_stage(config.num_layers, num_stages, stage)
+    return _Loader(checkpoint, config, part, layers, dtype, device, comm).load()
+
+
+@dataclass
+class _Loader:
+    checkpoint: Checkpoint
+    config: DecoderConfig
+    part: TensorSlice
+    layer_numbers: range
+    dtype: torch.dtype
+    device: torch.device
+    comm: Communicator
+
+    weight_bytes = 0
+
+    def load(self) -> LlamaDecoder:
+        config, part = self.config, self.part
+        is_first = self.layer_numbers.start == 0
+        is_last = self.layer_numbers.stop == config.num_layers
+        embedding = self._embedding() if is_first else None
+        layers = [self._layer(number) for number in self.layer_numbers]
+        final_norm = self._norm("model.norm") if is_last else None
+        head = self._head(embedding) if is_last else None
+        spec = ModelSpec(
+            architecture=config.architecture,
+            dtype=self.dtype,
+            num_layers=len(layers),
+            first_layer=self.layer_numbers.start,
+            num_heads=len(part.heads),
+            num_kv_heads=len(part.kv_heads),
+            head_dim=config.head_dim,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            max_position=config.max_position,
+            windows=config.windows[self.layer_numbers.start : self.layer_numbers.stop],
+            is_first_stage=is_first,
+            is_last_stage=is_last,
+            weight_bytes=self.weight_bytes,
+            digest=digest(self.checkpoint.directory),
+        )
+        rope = Rope(config.rope, config.head_dim, self.dtype, self.device)
+        return LlamaDecoder(spec, rope, layers, embedding, final_norm, head)
+
+    def _layer(self, number: int) -> Layer:
+        config, part = self.config, self.part
+        name = f"model.layers.{number}"
+        head_dim, width = config.head_dim, config.intermediate_size
+        attention = Attention(
+            qkv=self._column_parallel(
+                f"{name}.self_attn",
+                _Rows("q_proj", config.num_heads * head_dim, _scaled(part.heads, head_dim)),
+                _Rows("k_proj", config.num_kv_heads * head_dim, _scaled(part.kv_heads, head_dim)),
+                _Rows("v_proj", config.num_kv_heads * head_dim, _scaled(part.kv_heads, head_dim)),
+                bias=config.qkv_bias,
+            ),
+            output=self._row_parallel(
+                f"{name}.self_attn.o_proj",
+                config.num_heads * head_dim,
+                _scaled(part.heads, head_dim),
+                bias=config.output_bias,
+            ),
+            head_norm=self._head_norm(f"{name}.self_attn") if config.qk_norm else None,
+            num_heads=len(part.heads),
+            num_kv_heads=len(part.kv_heads),
+            head_dim=head_dim,
+            rotated=config.rotated[number],
+            window=config.windows[number],
+        )
+        mlp = GatedMlp(
+            gate_up=self._column_parallel(
+                f"{name}.mlp",
+                _Rows("gate_proj", width, part.mlp),
+                _Rows("up_proj", width, part.mlp),
+                bias=config.mlp_bias,
+            ),
+            down=self._row_parallel(f"{name}.mlp.down_proj", width, part.mlp, bias=config.mlp_bias),
+        )
+        return Layer(
+            attention_norm=self._norm(f"{name}.input_layernorm"),
+            attention=attention,
+            mlp_norm=self._norm(f"{name}.post_attention_layernorm"),
+            mlp=mlp,
+        )
+
+    def _column_parallel(self, name: str, *parts: _Rows, bias: bool) -> Linear:
+        """One matrix of the given rows of several projections, one below the other."""
+        width = self.config.hidden_size
+        height = sum(len(rows.taken) for rows in parts)
+        weight_OI = self._empty(height, width)
+        bias_O = self._empty(height) if bias else None
+        start = 0
+        for rows in parts:
+            place = slice(start, start + len(rows.taken))
+            where = (_as_slice(rows.taken),)
+            projection = f"{name}.{rows.projection}"
+            self._fill(weight_OI[place], f"{projection}.weight", (rows.total, width), where)
+            if bias_O is not None:
+                self._fill(bias_O[place], f"{projection}.bias", (rows.total,), where)
+            start = place.stop
+        return self._count(make_linear(weight_OI, bias_O))
+
+    def _row_parallel(self, name: str, total: int, columns: range, *, bias: bool) -> RowParallel:
+        height = self.config.hidden_size
+        weight_OI = self._empty(height, len(columns))
+        where = (slice(None), _as_slice(columns))
+        self._fill(weight_OI, f"{name}.weight", (height, total), where)
+        bias_O = None
+        if bias and self.comm.rank == 0:
+            bias_O = self._empty(height)
+            self._fill(bias_O, f"{name}.bias", (height,))
+        return self._count(RowParallel(make_linear(weight_OI, bias_O), self.comm))
+
+    def _embedding(self) -> VocabEmbedding:
+        weight_VE = self._vocab_rows("model.embed_tokens.weight")
+        return self._count(VocabEmbedding(weight_VE, self.part.vocab.start, self.comm))
+
+    def _head(self, embedding: VocabEmbedding | None) -> VocabHead:
+        """A tied head shares the embedding's memory unless it gets packed."""
+        if not self.config.tied_embeddings:
+            linear = make_linear(self._vocab_rows("lm_head.weight"))
+        elif embedding is None:
+            linear = make_linear(self._vocab_rows("model.embed_tokens.weight"))
+        else:
+            linear = make_linear(embedding.weight_VE)
+        if not (embedding is not None and self.config.tied_embeddings and linear.shares_weight):
+            self._count(linear)
+        return VocabHead(linear, self.config.vocab_size, self.comm)
+
+    def _vocab_rows(self, name: str) -> Tensor:
+        """This rank's rows; those beyond the vocabulary are zero."""
+        vocab, part = self.config.vocab_size, self.part.vocab
+        weight_VE = self._empty(len(part), self.config.hidden_size).zero_()
+        held = slice(min(part.start, vocab), min(part.stop, vocab))
+        place = weight_VE[: held.stop - held.start]
+        self._fill(place, name, (vocab, self.config.hidden_size), (held,))
+        return weight_VE
+
+    def _norm(self, name: str) -> Norm:
+        weight_E = self._empty(self.config.hidden_size)
+        self._fill(weight_E, f"{name}.weight", (self.config.hidden_size,))
+        self.weight_bytes += weight_E.nbytes
+        return Norm(weight_E, self.config.rms_norm_eps)
+
+    def _head_norm(self, name: str) -> HeadNorm:
+        head_dim, num_heads = self.config.head_dim, len(self.part.heads)
+        weight_ND = self._empty(num_heads + len(self.part.kv_heads), head_dim)
+        self._fill(weight_ND[:num_heads], f"{name}.q_norm.weight", (head_dim,))
+        self._fill(weight_ND[num_heads:], f"{name}.k_norm.weight", (head_dim,))
+        self.weight_bytes += weight_ND.nbytes
+        return HeadNorm(weight_ND, self.config.rms_norm_eps)
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=self.dtype, device=self.device)
+
+    def _fill(
+        self, place: Tensor, name: str, shape: tuple[int, ...], where: tuple[slice, ...] = ()
+    ) -> None:
+        """Copy the part `where` of a stored tensor of `shape` to `place`, converting the dtype."""
+        place.copy_(self.checkpoint.read(name, shape, where))
+
+    def _count(self, weighted: _W) -> _W:
+        self.weight_bytes += weighted.weight_bytes
+        return weighted
+
+
+def _as_slice(part: range) -> slice:
+    return slice(part.start, part.stop)
+
+
+def _scaled(part: range, factor: int) -> range:
+    """The rows of a run of heads, `factor` rows each."""
+    return range(part.start * factor, part.stop * factor)
