@@ -176,6 +176,12 @@ class SubmitRequest(Message, frozen=True):
     """None: a new request, not a continuation."""
 
 
+class SubmitRequests(Message, frozen=True):
+    """To be accepted all together, or not at all."""
+
+    requests: tuple[SubmitRequest, ...]
+
+
 class EndRequest(Message, frozen=True):
     """End a request from outside, whatever it is doing.
 
@@ -211,6 +217,15 @@ class BadRequest(Message, frozen=True, tag=True):
 
 
 Admission: TypeAlias = Accepted | QueueFull | NeverFits | BadRequest
+
+
+class Unavailable(Message, frozen=True, tag=True):
+    """The engine takes no requests in this state; nothing was looked at."""
+
+    message: str
+
+
+SubmitAnswer: TypeAlias = Admission | Unavailable
 
 
 # ---------------------------------------------------------------------------------------
@@ -290,11 +305,65 @@ class SeqOutput(Message, frozen=True):
     error: str | None = None
 
 
-class StepResult(Message, frozen=True):
+class StepResult(Message, frozen=True, tag=True):
     epoch: int
     step_id: int
     outputs: tuple[SeqOutput, ...]
     execute_seconds: float = 0.0
+    gap_seconds: float = 0.0
+    """From the end of the step before to the start of this one, idle or waiting for the plan."""
+
+
+class WorkerFault(Message, frozen=True, tag=True):
+    """A rank cannot go on in this epoch. `kind` is the name of the error, `message` its text."""
+
+    epoch: int
+    step_id: int
+    rank: int
+    kind: str
+    message: str
+
+
+class Heartbeat(Message, frozen=True, tag=True):
+    """A rank is there and waits for step `step_id`. The first one says that it has joined."""
+
+    epoch: int
+    rank: int
+    step_id: int
+
+
+WorkerMessage: TypeAlias = StepResult | WorkerFault | Heartbeat
+
+
+# ---------------------------------------------------------------------------------------
+# Supervisor to workers, and the answer
+
+
+class JoinGroup(Message, frozen=True):
+    """Form a group with the other ranks, for one epoch; the one before is over."""
+
+    epoch: int
+    rank: int
+    store_host: str
+    store_port: int
+    """Where rank 0 listens for the others to find each other."""
+    store_prefix: str
+    """Of all keys in that store, so that nothing of another epoch can be found there."""
+
+
+class WorkerHello(Message, frozen=True):
+    """What a rank brings into its group."""
+
+    epoch: int
+    rank: int
+    num_blocks: int
+    """Blocks of KV cache that fit into the memory granted, with the null block."""
+    block_bytes: int
+    model_digest: str
+    """The same on all ranks that read the same model."""
+    vocab_size: int
+    max_position: int
+    """The model's own context length, in tokens."""
 
 
 # ---------------------------------------------------------------------------------------
@@ -382,10 +451,22 @@ M = TypeVar("M", bound=Message)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[object, msgspec.msgpack.Decoder[object]] = {}
+_worker_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
+_answer_decoder: msgspec.msgpack.Decoder[SubmitAnswer] = msgspec.msgpack.Decoder(SubmitAnswer)
 
 
 def encode(message: Message) -> bytes:
     return _encoder.encode(message)
+
+
+def decode_worker_message(data: bytes) -> WorkerMessage:
+    """What a worker sent; raises msgspec.DecodeError (ValidationError is one) on anything else."""
+    return _worker_decoder.decode(data)
+
+
+def decode_submit_answer(data: bytes) -> SubmitAnswer:
+    """The answer to a submission; raises msgspec.DecodeError on anything else."""
+    return _answer_decoder.decode(data)
 
 
 def decode(data: bytes, kind: type[M]) -> M:
