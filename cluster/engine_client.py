@@ -24,8 +24,10 @@ from scheduler.messages import (
     EngineState,
     FinishReason,
     PollAnswer,
+    SubmitAnswer,
     SubmitRequest,
     TokenDelta,
+    Unavailable,
 )
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ class EngineCalls(Protocol):
     next poll begins with a new one, at batch 0.
     """
 
-    async def submit(self, messages: Sequence[SubmitRequest]) -> Admission:
+    async def submit(self, messages: Sequence[SubmitRequest]) -> SubmitAnswer:
         """Queue all of `messages` or none; ids that are known already change nothing."""
         ...
 
@@ -55,6 +57,10 @@ class EngineCalls(Protocol):
 
     async def poll(self, client_id: str, last_batch: int) -> PollAnswer:
         """The batch after `last_batch`, or after a few seconds an answer without one."""
+        ...
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached content. Raises EngineBusyError while requests hold blocks."""
         ...
 
 
@@ -147,6 +153,8 @@ class EngineClient:
         accepted = False
         try:
             answer = await self._calls.submit(messages)
+            if isinstance(answer, Unavailable):
+                raise EngineUnavailableError(answer.message)
             accepted = isinstance(answer, Accepted)
         except EngineLostError as error:
             raise EngineUnavailableError(str(error)) from error
@@ -178,6 +186,13 @@ class EngineClient:
         # A lost scheduler has ended it already, in its own way.
         with contextlib.suppress(EngineLostError):
             await self._calls.end(message)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached content. Raises EngineBusyError while requests hold blocks."""
+        try:
+            await self._calls.reset_prefix_cache()
+        except EngineLostError as error:
+            raise EngineUnavailableError(str(error)) from error
 
     async def _poll_forever(self) -> None:
         while True:

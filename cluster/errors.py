@@ -20,3 +20,11 @@ class EngineUnavailableError(EngineError):
 
 class EngineLostError(EngineError):
     """The scheduler that was being talked to is gone, with everything it had accepted."""
+
+
+class EngineStartError(EngineError):
+    """The engine cannot start; the message says what to change."""
+
+
+class EngineBusyError(EngineError):
+    """What was asked for cannot be done while requests run; the message says how much they hold."""
