@@ -23,7 +23,7 @@ def find_model(name: str, revision: str | None = None) -> Path:
     Downloads a hub model unless it is cached. Raises ModelNotFoundError.
     """
     local = Path(name).expanduser()
-    if local.is_dir():
+    if name and local.is_dir():
         return local
     if name in PACKAGED_MODELS:
         pulled = models_cache() / name

@@ -107,3 +107,11 @@ class Fields:
 
     def _mistyped(self, name: str, wanted: str, value: object) -> BrokenModelError:
         return BrokenModelError(f"{self.where} says {name!r} is {value!r}, which is not {wanted}.")
+
+
+def read_architecture(fields: Fields) -> str:
+    """The class name of the model, e.g. "LlamaForCausalLM"."""
+    architectures = fields.texts("architectures")
+    if not architectures:
+        raise BrokenModelError(f"{fields.where} has no field 'architectures'.")
+    return architectures[0]

@@ -7,8 +7,8 @@ import torch
 from worker.models.base import Communicator, Decoder, Solo
 from worker.models.checkpoint import Checkpoint
 from worker.models.config import NotNativeError, read_decoder_config
-from worker.models.errors import BrokenModelError, UnsupportedModelError
-from worker.models.fields import Fields
+from worker.models.errors import UnsupportedModelError
+from worker.models.fields import Fields, read_architecture
 from worker.models.llama_weights import load_llama
 
 _DTYPES = {
@@ -60,13 +60,6 @@ def load_decoder(
         )
 
 
-def read_architecture(fields: Fields) -> str:
-    architectures = fields.texts("architectures")
-    if not architectures:
-        raise BrokenModelError(f"{fields.where} has no field 'architectures'.")
-    return architectures[0]
-
-
 def resolve_dtype(fields: Fields, dtype: str, device: torch.device) -> torch.dtype:
     """The dtype to run in; raises UnsupportedModelError where the device cannot multiply in it."""
     name = dtype
@@ -80,8 +73,9 @@ def resolve_dtype(fields: Fields, dtype: str, device: torch.device) -> torch.dty
     try:
         square = torch.ones(2, 2, dtype=resolved, device=device)
         square @ square
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # the latter where torch lacks the device
+        reason = str(error).strip().splitlines()[0].rstrip(".")
         raise UnsupportedModelError(
-            f"dtype {name!r} does not work on {device} ({error}); use float32."
+            f"dtype {name!r} does not work on {device} ({reason}); use another dtype or device."
         ) from error
     return resolved

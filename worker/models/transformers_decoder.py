@@ -9,18 +9,23 @@ Shape letters as in `worker.models.base`; 1 is transformers' batch dimension.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput
 from transformers.utils import logging as transformers_logging
 
 from worker.models.base import Attend, ModelSpec
 from worker.models.checkpoint import Checkpoint, digest
 from worker.models.errors import BrokenModelError, UnsupportedModelError
+from worker.models.fields import Fields, read_architecture
 from worker.models.probe import probe
 
 _log = logging.getLogger(__name__)
@@ -164,14 +169,13 @@ def load_with_transformers(
 
     `num_ranks` counts tensor and pipeline ranks alike; more than one is refused.
     """
-    try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (ValueError, KeyError) as error:
+    architecture = read_architecture(Fields.read(directory / "config.json"))
+    if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise UnsupportedModelError(
-            f"transformers does not know the model in {directory}: {_first_line(error)}."
-        ) from error
-    _refuse_what_is_no_plain_decoder(config, directory)
-    architecture = config.architectures[0]
+            f"transformers {transformers.__version__} knows no decoder {architecture}, and code "
+            f"that comes with a model is never run."
+        )
+    _refuse_what_is_no_plain_decoder(directory)
     if num_ranks > 1:
         raise UnsupportedModelError(
             f"{architecture} runs through transformers' own code, which is not split over ranks; "
@@ -185,34 +189,58 @@ def load_with_transformers(
 
 
 def _load(directory: Path, dtype: torch.dtype) -> Any:
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=dtype,
-            attn_implementation=_ATTENTION,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        with _silence():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=dtype,
+                attn_implementation=_ATTENTION,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # told below, with names and sizes
+                output_loading_info=True,
+            )
     except (ValueError, RuntimeError, KeyError) as error:
         raise UnsupportedModelError(
             f"transformers cannot load {directory}: {_first_line(error)}."
         ) from error
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
-    missing = sorted(info["missing_keys"])
-    if missing:
+    for name, stored, expected in sorted(info["mismatched_keys"]):
         raise BrokenModelError(
-            f"The weights in {directory} lack {len(missing)} tensors, the first is {missing[0]}."
+            f"{name} in {directory} has shape {list(stored)}, but config.json implies "
+            f"{list(expected)}."
         )
+    for name in sorted(info["missing_keys"]):
+        raise BrokenModelError(f"The weights in {directory} lack the tensor {name}.")
     return model
 
 
-def _refuse_what_is_no_plain_decoder(config: Any, directory: Path) -> None:
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Without transformers' progress bar and load report; what matters is raised."""
+    verbosity, bar = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+    )
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bar:
+            transformers_logging.enable_progress_bar()
+
+
+def _refuse_what_is_no_plain_decoder(directory: Path) -> None:
+    try:
+        config = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except (ValueError, KeyError) as error:
+        raise BrokenModelError(
+            f"transformers cannot read the config.json in {directory}: {_first_line(error)}."
+        ) from error
     reason = None
     foreign = [name for name in _FOREIGN_PARTS if getattr(config, name, None) is not None]
     if config.is_encoder_decoder:

@@ -1,0 +1,161 @@
+// Vectors of floats in GCC's and clang's own notation, so that one source serves AVX2, AVX-512
+// and NEON; and loads of every stored type as float.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#else
+constexpr int kLanes = 8;
+#endif
+
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+
+// What a tensor holds; the numbers are those of `worker/attention/cpu.py`.
+enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat8 = 3 };
+
+struct BFloat16 { uint16_t bits; };
+struct Float16 { _Float16 value; };
+struct Float8 { uint8_t bits; };  // e4m3: 1 sign, 4 exponent (bias 7), 3 mantissa, no infinity
+
+struct Float8Table {
+  float value[256];
+  Float8Table() {
+    for (int bits = 0; bits < 256; ++bits) {
+      const int exponent = (bits >> 3) & 15, mantissa = bits & 7;
+      float x = exponent ? (1.0f + mantissa / 8.0f) : mantissa / 4.0f;
+      for (int e = exponent ? exponent : 0; e < 7; ++e) x *= 0.5f;
+      for (int e = 7; e < exponent; ++e) x *= 2.0f;
+      if ((bits & 127) == 127) x = __builtin_nanf("");
+      value[bits] = bits & 128 ? -x : x;
+    }
+  }
+};
+inline const Float8Table kFloat8Table;
+
+inline float to_float(float x) { return x; }
+inline float to_float(BFloat16 x) {
+  const uint32_t word = uint32_t(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+inline float to_float(Float16 x) { return float(x.value); }
+inline float to_float(Float8 x) { return kFloat8Table.value[x.bits]; }
+
+inline Floats splat(float x) { return Floats{} + x; }
+
+inline Floats load(const float* p) {
+  Floats x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+#if defined(__AVX512F__)
+inline Floats load(const BFloat16* p) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+}
+inline Floats load(const Float16* p) {
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+#elif defined(__AVX2__) && defined(__F16C__)
+// Left to itself, gcc 12 widens bfloat16 in two halves and float16 one by one.
+inline Floats load(const BFloat16* p) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
+}
+inline Floats load(const Float16* p) {
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+#else
+inline Floats load(const BFloat16* p) {
+  Halves bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return (Floats)(__builtin_convertvector(bits, Words) << 16);
+}
+inline Floats load(const Float16* p) {
+  typedef _Float16 Float16s __attribute__((vector_size(kLanes * 2)));
+  Float16s x;
+  std::memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(x, Floats);
+}
+#endif
+inline Floats load(const Float8* p) {
+  Floats x;
+  for (int i = 0; i < kLanes; ++i) x[i] = kFloat8Table.value[p[i].bits];
+  return x;
+}
+inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
+
+inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+
+inline float sum_of(Floats x) {
+  float sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += x[i];
+  return sum;
+}
+
+// The sums of four vectors, in one pass of shuffles instead of four.
+inline void sums_of_4(Floats a, Floats b, Floats c, Floats d, float* to) {
+#if defined(__AVX512F__)
+#define PAIR(x, y, i) __builtin_shufflevector(x, y, i, 16 + i, 2 + i, 18 + i, 4 + i, 20 + i, \
+    6 + i, 22 + i, 8 + i, 24 + i, 10 + i, 26 + i, 12 + i, 28 + i, 14 + i, 30 + i)
+#define QUAD(x, y, i) __builtin_shufflevector(x, y, i, 1 + i, 16 + i, 17 + i, 4 + i, 5 + i, \
+    20 + i, 21 + i, 8 + i, 9 + i, 24 + i, 25 + i, 12 + i, 13 + i, 28 + i, 29 + i)
+#else
+#define PAIR(x, y, i) __builtin_shufflevector(x, y, i, 8 + i, 2 + i, 10 + i, 4 + i, 12 + i, \
+    6 + i, 14 + i)
+#define QUAD(x, y, i) __builtin_shufflevector(x, y, i, 1 + i, 8 + i, 9 + i, 4 + i, 5 + i, \
+    12 + i, 13 + i)
+#endif
+  const Floats ab = PAIR(a, b, 0) + PAIR(a, b, 1);      // a b a b ...: sums of 2 lanes
+  const Floats cd = PAIR(c, d, 0) + PAIR(c, d, 1);
+  const Floats abcd = QUAD(ab, cd, 0) + QUAD(ab, cd, 2);  // a b c d a b c d: sums of 4 lanes
+#undef PAIR
+#undef QUAD
+  typedef float Four __attribute__((vector_size(16)));
+  Four part[kLanes / 4];
+  std::memcpy(part, &abcd, sizeof part);
+  for (int i = 1; i < kLanes / 4; ++i) part[0] += part[i];
+  std::memcpy(to, part, 16);
+}
+
+inline float max_of(Floats x) {
+  float best = x[0];
+  for (int i = 1; i < kLanes; ++i) best = x[i] > best ? x[i] : best;
+  return best;
+}
+
+// e^x, relative error about 1e-7, for x up to 88; 0 below -87.
+inline Floats exp_of(Floats x) {
+  const Floats low = splat(-87.0f);
+  const Floats bounded = max(x, low);
+  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats n = (bounded * 1.44269504f + magic) - magic;
+  const Floats f = (bounded - n * 0.693359375f) - n * -2.12194440e-4f;
+  Floats p = splat(1.9875691500e-4f);
+  p = p * f + 1.3981999507e-3f;
+  p = p * f + 8.3334519073e-3f;
+  p = p * f + 4.1665795894e-2f;
+  p = p * f + 1.6666665459e-1f;
+  p = p * f + 5.0000001201e-1f;
+  p = p * f * f + f + 1.0f;
+  const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+  const Floats result = p * (Floats)power;
+  return x < low ? Floats{} : result;
+}
+
+inline Floats tanh_of(Floats x) {
+  const Floats bounded = max(-max(-x, splat(-40.0f)), splat(-40.0f));
+  return 1.0f - 2.0f / (exp_of(2.0f * bounded) + 1.0f);
+}
