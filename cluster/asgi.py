@@ -56,10 +56,11 @@ class Guard:
     """Wraps the application. Whatever happens inside, the answer has a request id and errors
     have a body."""
 
-    def __init__(self, app: ASGIApp, api_keys: KeyDigests) -> None:
+    def __init__(self, app: ASGIApp, api_keys: KeyDigests, *, sends_request_id: bool) -> None:
         """Without keys every request is let in."""
         self._app = app
         self._api_keys = api_keys
+        self._sends_request_id = sends_request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -67,7 +68,7 @@ class Guard:
             return
         headers = Headers(scope=scope)
         request_id = _request_id(headers.get("x-request-id"))
-        answer = _Answer(send, request_id)
+        answer = _Answer(send, request_id if self._sends_request_id else None)
         try:
             self._check_key(scope["path"], headers)
             _check_length(headers)
@@ -90,9 +91,9 @@ class Guard:
 
 
 class _Answer:
-    """Passes an answer on, with the request id in its headers."""
+    """Passes an answer on, with the request id in its headers unless that is None."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str | None) -> None:
         self._send = send
         self._request_id = request_id
         self._is_begun = False
@@ -100,8 +101,9 @@ class _Answer:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._is_begun = True
-            message.setdefault("headers", [])
-            MutableHeaders(raw=message["headers"])["x-request-id"] = self._request_id
+            if self._request_id is not None:
+                message.setdefault("headers", [])
+                MutableHeaders(raw=message["headers"])["x-request-id"] = self._request_id
         await self._send(message)
 
     async def error(self, error: ApiError) -> None:

@@ -45,6 +45,8 @@ class HttpSettings:
     """What the HTTP side can be told. Survives pickling, and holds no key."""
 
     api_keys: KeyDigests = field(default_factory=KeyDigests)
+    sends_request_id: bool = True
+    """Off behind a proxy that adds the header `x-request-id` itself, as Ray Serve's does."""
     keep_alive_seconds: float = 10.0
     """After so long without news a stream says that it is still there."""
 
@@ -64,7 +66,7 @@ def build_http_app(frontend: Frontend, settings: HttpSettings) -> ASGIApp:
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         return await _answer(frontend, settings, "chat", body, request)
 
-    return Guard(app, settings.api_keys)
+    return Guard(app, settings.api_keys, sends_request_id=settings.sends_request_id)
 
 
 # -- completions ----------------------------------------------------------------------------
