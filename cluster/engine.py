@@ -41,7 +41,7 @@ class _Processes:
     placement: Placement
     workers: list[Any] = field(default_factory=list)
     scheduler: Any = None
-    runs: list[Any] = field(default_factory=list)
+    runs: list[asyncio.Future[Any]] = field(default_factory=list)
     """Of each rank the call that ends with its epoch, or with its process."""
 
 
@@ -126,8 +126,7 @@ class Engine:
             )
             processes = self._processes = _Processes(placement)
             self._start_processes(processes, resolved, device)
-            self._set_info(EngineState.STARTING, "the workers are loading the model")
-            await _on_all(processes.workers, "load")
+            await self._load(processes.workers)
             await self._form_group(processes, resolved, device)
         self._set_info(EngineState.READY)
         return await _first_loss(processes)
@@ -146,6 +145,16 @@ class Engine:
             options = processes.placement.options_of(rank)
             handle = worker.options(max_restarts=0, **options)
             processes.workers.append(handle.remote(self.spec.loader, config, device, rank))
+
+    async def _load(self, workers: Sequence[Any]) -> None:
+        self._set_info(EngineState.STARTING, f"{len(workers)} workers are loading the model")
+        loads = [_on_device(worker, "load") for worker in workers]
+        for num_ready, load in enumerate(asyncio.as_completed(loads), 1):
+            await load
+            self._set_info(
+                EngineState.STARTING,
+                f"{len(workers)} workers are loading the model, {num_ready} of them are ready",
+            )
 
     async def _form_group(
         self, processes: _Processes, config: ResolvedConfig, device: Device
@@ -172,13 +181,13 @@ class Engine:
             )
             for rank in range(len(workers))
         ]
-        answers = await _on_all(workers, "join", joins)
+        answers = await asyncio.gather(
+            *(_on_device(worker, "join", join) for worker, join in zip(workers, joins, strict=True))
+        )
         hellos = [decode(data, WorkerHello) for data in answers]
         size = group_size(hellos, config, device)
         processes.runs = [
-            worker.run.options(concurrency_group="device").remote(
-                size.num_blocks, ZmqWorkerLinkOffer(keys, rank, address)
-            )
+            _on_device(worker, "run", size.num_blocks, ZmqWorkerLinkOffer(keys, rank, address))
             for rank, worker in enumerate(workers)
         ]
         begun = asyncio.ensure_future(_as_coroutine(scheduler.begin.remote(self.epoch, size)))
@@ -199,9 +208,7 @@ class Engine:
         for worker in processes.workers:
             worker.leave.remote()
         if processes.runs:
-            await asyncio.to_thread(
-                ray.wait, processes.runs, num_returns=len(processes.runs), timeout=_LEAVE_SECONDS
-            )
+            await asyncio.wait(processes.runs, timeout=_LEAVE_SECONDS)
         for actor in (*processes.workers, processes.scheduler):
             if actor is not None:
                 ray.kill(actor)
@@ -256,32 +263,25 @@ def _with_hash_seed(config: ResolvedConfig) -> ResolvedConfig:
     return config.model_copy(update={"cache": cache})
 
 
-async def _on_all(workers: Sequence[Any], method: str, arguments: Sequence[Any] = ()) -> list[Any]:
-    """Call a method of the device's thread on all ranks; raises the first error."""
-    calls = []
-    for rank, worker in enumerate(workers):
-        call = getattr(worker, method).options(concurrency_group="device")
-        calls.append(call.remote(*arguments[rank : rank + 1]))
-    return list(await asyncio.gather(*calls))
+def _on_device(worker: Any, method: str, *arguments: Any) -> asyncio.Future[Any]:
+    """Call a method on the device's own thread."""
+    reference = getattr(worker, method).options(concurrency_group="device").remote(*arguments)
+    return asyncio.ensure_future(_as_coroutine(reference))
 
 
 async def _first_loss(processes: _Processes) -> str:
     """Wait until any process of the group is lost; the reason."""
-    watched: dict[asyncio.Future[Any], str] = {
-        asyncio.ensure_future(_as_coroutine(run)): f"worker {rank}"
-        for rank, run in enumerate(processes.runs)
-    }
     loss = asyncio.ensure_future(_as_coroutine(processes.scheduler.wait_lost.remote()))
-    watched[loss] = "the scheduler"
     try:
-        done, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({loss, *processes.runs}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for future in watched:
-            future.cancel()
-    if loss in done and loss.exception() is None:
+        loss.cancel()
+    for rank, run in enumerate(processes.runs):
+        if run.done():
+            return f"worker {rank} is lost: {_sentence(run.exception())}"
+    if loss.exception() is None:
         return str(loss.result())
-    first = next(iter(done))
-    return f"{watched[first]} is lost: {_sentence(first.exception())}"
+    return f"the scheduler is lost: {_sentence(loss.exception())}"
 
 
 async def _as_coroutine(reference: Any) -> Any:

@@ -1,9 +1,8 @@
 """The engine over Ray, as an EngineClient calls it."""
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -135,15 +134,13 @@ class RayEngineCalls:
             self._scheduler, self._epoch = view.scheduler, view.info.epoch
 
 
-@contextlib.asynccontextmanager
-async def connected(app: str, spec: EngineSpec) -> AsyncIterator[EngineClient]:
-    """An EngineClient of the application's engine, which is started if need be."""
+def connect(app: str, spec: EngineSpec) -> EngineClient:
+    """A started client of the application's engine, which is started too if need be.
+
+    Returns at once, within a running event loop; `EngineClient.info` says how far things are.
+    """
     calls = RayEngineCalls(app, spec)
-    client = EngineClient(calls)
+    client = EngineClient(calls, on_close=calls.close)
     calls.start(client.client_id)
     client.start()
-    try:
-        yield client
-    finally:
-        await client.close()
-        await calls.close()
+    return client

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol
 
 from cluster.errors import EngineLostError, EngineUnavailableError
@@ -98,10 +98,18 @@ class _Stream:
 class EngineClient:
     """All calls are for one event loop. Begin with `start`, end with `close`."""
 
-    def __init__(self, calls: EngineCalls, client_id: str | None = None) -> None:
+    def __init__(
+        self,
+        calls: EngineCalls,
+        client_id: str | None = None,
+        *,
+        on_close: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`on_close` is awaited at the end of `close`."""
         self.client_id = client_id or f"ingress-{uuid.uuid4().hex[:12]}"
         """What `SubmitRequest.client_id` must be, so that answers come here."""
         self._calls = calls
+        self._on_close = on_close
         self._streams: dict[str, _Stream] = {}
         self._info = EngineInfo(EngineState.STARTING, "the engine has not been reached yet")
         self._info_changed = asyncio.Event()
@@ -139,6 +147,8 @@ class EngineClient:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._fail_streams("the server is shutting down")
+        if self._on_close is not None:
+            await self._on_close()
 
     async def submit(self, messages: Sequence[SubmitRequest]) -> Admission:
         """Queue all of `messages`, or none; `stream` is there for each as soon as it is accepted.
@@ -182,7 +192,16 @@ class EngineClient:
                 del self._streams[request_id]
 
     async def end(self, message: EndRequest) -> None:
-        """End a request from outside. Its stream still gets the terminal delta."""
+        """End a request from outside, also one that may never have been accepted.
+
+        After a STOP its stream still gets the terminal delta; otherwise nobody is there to read
+        it, and the stream is forgotten.
+        """
+        if message.reason is not EndReason.STOP:
+            self._streams.pop(message.request_id, None)
+        await self._tell_end(message)
+
+    async def _tell_end(self, message: EndRequest) -> None:
         # A lost scheduler has ended it already, in its own way.
         with contextlib.suppress(EngineLostError):
             await self._calls.end(message)
@@ -225,7 +244,8 @@ class EngineClient:
         for request_id, stream in self._streams.items():
             if stream.is_stuck(now):
                 stream.is_ending = True
-                task = asyncio.create_task(self.end(EndRequest(request_id, EndReason.SLOW_CLIENT)))
+                slow = EndRequest(request_id, EndReason.SLOW_CLIENT)
+                task = asyncio.create_task(self._tell_end(slow))
                 self._background.add(task)
                 task.add_done_callback(self._background.discard)
 

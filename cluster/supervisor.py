@@ -90,6 +90,8 @@ class Supervisor:
                 self._replace(spec, f"a new configuration is deployed as {self._app}")
         elif current is None or self._info.state is EngineState.FAILED:
             self._replace(spec, "")
+        elif spec.deployed_seconds > current.deployed_seconds:
+            self._spec = spec  # the same again
         return self._view()
 
     async def look(self, client_id: str, version: int) -> EngineView:
