@@ -31,7 +31,8 @@ def build_app(args: Mapping[str, Any]) -> Application:
     section may also be given with its keys inside. Keys come from the file or the environment of
     whoever builds the application. Raises ConfigError.
     """
-    return application(config_of(args))
+    config = config_of(args)
+    return application(config, EngineSpec.of(config))
 
 
 def config_of(args: Mapping[str, Any]) -> Config:
@@ -40,9 +41,8 @@ def config_of(args: Mapping[str, Any]) -> Config:
     return load(Path(path) if path else None, list(_overrides(args))).config
 
 
-def application(config: Config, *, loader: str | None = None) -> Application:
-    """The application for `config`; `loader` makes the workers load something else."""
-    engine = EngineSpec.of(config, loader=loader) if loader else EngineSpec.of(config)
+def application(config: Config, engine: EngineSpec) -> Application:
+    """The application for `config`, over the engine that was made from it."""
     server = config.server
     spec = IngressSpec(
         engine=engine,
@@ -58,6 +58,7 @@ def application(config: Config, *, loader: str | None = None) -> Application:
         graceful_shutdown_timeout_s=server.drain_seconds,
         # A small machine must be able to hold the ingress beside its workers.
         ray_actor_options={"num_cpus": 0},
+        logging_config={"enable_access_log": False},
     )
     return deployment.bind(spec)
 

@@ -12,6 +12,8 @@ import typer
 
 from cluster.config_command import config
 from cluster.errors import CommandError
+from cluster.pull_command import pull
+from cluster.serve_command import serve
 from configs import ConfigError
 
 
@@ -36,6 +38,8 @@ def _app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
+    app.command()(serve)
+    app.command()(pull)
     app.command()(config)
     return app
 
