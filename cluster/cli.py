@@ -14,6 +14,7 @@ from cluster.config_command import config
 from cluster.errors import CommandError
 from cluster.pull_command import pull
 from cluster.serve_command import serve
+from cluster.simulation_command import simulate
 from configs import ConfigError
 
 
@@ -40,6 +41,7 @@ def _app() -> typer.Typer:
     app.callback()(_root)
     app.command()(serve)
     app.command()(pull)
+    app.command()(simulate)
     app.command()(config)
     return app
 

@@ -107,9 +107,9 @@ def _parse(path: Path) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
-        raise ConfigError(f"{path}:{line}: this is no valid YAML: {_problem(error)}.") from error
+        raise ConfigError(f"{path}:{line}: this is no valid YAML: {_problem(error)}.") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is no valid YAML: {_problem(error)}.") from error
+        raise ConfigError(f"{path} is no valid YAML: {_problem(error)}.") from None
 
 
 def _pairs(
@@ -139,7 +139,10 @@ def _pairs(
 
 
 def _problem(error: Exception) -> str:
-    """What is wrong, without words quoted from the file: one of them may be a key."""
+    """What is wrong, without words quoted from the file: one of them may be a key.
+
+    For the same reason the error itself, which quotes a whole line, is not chained to ours.
+    """
     text = " ".join(str(getattr(error, "problem", None) or error).split())
     return re.sub(r" '(?![<\\])[^']{2,}'", "", text)
 
@@ -153,7 +156,7 @@ def _construct(node: yaml.Node, source: Source) -> object:
     try:
         value: object = loader.construct_object(node, deep=True)
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{source}: this value cannot be read: {_problem(error)}.") from error
+        raise ConfigError(f"{source}: this value cannot be read: {_problem(error)}.") from None
     finally:
         loader.dispose()
     return value

@@ -76,7 +76,8 @@ def queue_full(
         return None
     if len(waiting) + len(new) > max_requests:
         return QueueFull(
-            f"{len(waiting)} requests are waiting, of at most {max_requests}; try again later"
+            f"{len(waiting)} requests are waiting, and yours adds {len(new)}, of at most"
+            f" {max_requests} together; try again later"
         )
     num_tokens = sum(request.num_tokens for request in new)
     if waiting.num_tokens + num_tokens > max_tokens:

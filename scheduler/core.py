@@ -102,16 +102,18 @@ class SchedulerCore:
         Continuations are never turned away for the length of the queue.
         """
         self._bury(now)
-        by_id = {m.request_id: m for m in reversed(messages) if not self._is_known(m.request_id)}
-        fresh = list(reversed(by_id.values()))
-        for message in fresh:
+        fresh: dict[str, SubmitRequest] = {}
+        for message in messages:
+            if not self._is_known(message.request_id):
+                fresh.setdefault(message.request_id, message)
+        for message in fresh.values():
             refusal = bad_request(
                 message, max_model_len=self._max_model_len, policy=self._config.policy
             )
             if refusal is not None:
                 self.accounting.rejected["bad_request"] += 1
                 return refusal
-        requests = [Request.of(message, self._submissions + i) for i, message in enumerate(fresh)]
+        requests = [Request.of(m, self._submissions + i) for i, m in enumerate(fresh.values())]
         new = [request for request in requests if not request.is_continuation]
         for request in new:
             too_large = self._never_fits(request)
@@ -202,8 +204,10 @@ class SchedulerCore:
         old = self.group
         for request in reversed(old.running):
             self._planner.interrupt(request, cause, now)
-        for request in self.requests.values():
-            request.last_planned_step = -1  # step ids begin again
+        for request in self.requests.values():  # step ids begin again
+            request.last_planned_step = -1
+            if request.stall is not None:
+                request.stall.since_step -= old.window.next_step_id
         if self._cache_events is not None:
             self._cache_events.append(AllBlocksCleared())
         self.group = self._planner.group = self._new_group(
@@ -249,14 +253,13 @@ class SchedulerCore:
             max_model_len=self._max_model_len,
             capacity_tokens=self.group.capacity_tokens,
         )
-        finish = request.finish_reason()
         too_large = self._never_fits(request)
+        if too_large is not None and not request.num_output_tokens:
+            self._finish(request, FinishReason.ERROR, now, error=too_large.message)
+            return
+        finish = request.finish_reason() or (FinishReason.LENGTH if too_large else None)
         if finish is not None:
             self._finish(request, finish, now)
-        elif too_large is not None and request.num_output_tokens:
-            self._finish(request, FinishReason.LENGTH, now)
-        elif too_large is not None:
-            self._finish(request, FinishReason.ERROR, now, error=too_large.message)
 
     def _never_fits(self, request: Request) -> NeverFits | None:
         return never_fits(

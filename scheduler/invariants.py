@@ -77,7 +77,9 @@ def _check_queues(core: SchedulerCore) -> None:
     )
     _require(all(r.status is Status.WAITING for r in waiting), "a request in the queue runs")
     places = Counter(r.request_id for r in [*running, *waiting])
-    _require(places == dict.fromkeys(core.requests, 1), "a request is lost, or stands somewhere twice")
+    _require(
+        places == dict.fromkeys(core.requests, 1), "a request is lost, or stands somewhere twice"
+    )
     _require(len(waiting) == len(core.waiting), "the length of the queue is wrong")
     num_tokens = sum(r.num_tokens for r in waiting)
     _require(num_tokens == core.waiting.num_tokens, "the queue's sum of tokens is wrong")

@@ -33,8 +33,12 @@ def unpack_token_ids(packed: PackedTokenIds) -> "array[int]":
     return token_ids
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Base of all messages. They form trees, never cycles, so the collector can skip them."""
+class Message(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
+    """Base of all messages. They form trees, never cycles, so the collector can skip them.
+
+    Unknown fields are refused, not skipped: nobody shall send what nobody reads, and skipping
+    follows the nesting of what a stranger sent as deep as it goes.
+    """
 
 
 # ---------------------------------------------------------------------------------------
@@ -470,7 +474,7 @@ def decode_submit_answer(data: bytes) -> SubmitAnswer:
 
 
 def decode(data: bytes, kind: type[M]) -> M:
-    """The `kind` that `data` encodes; raises msgspec.ValidationError on anything else."""
+    """The `kind` that `data` encodes; raises msgspec.DecodeError on anything else."""
     decoder = _decoders.get(kind)
     if decoder is None:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)

@@ -49,7 +49,8 @@ class BlockHasher:
         a salt equal to an adapter's name gives another root."""
         parts = [b"root", self._seed.to_bytes(8, "little")]
         for tag, text in ((b"s", salt), (b"a", adapter)):
-            encoded = text.encode()
+            # A text out of JSON can hold half a surrogate pair, which strict UTF-8 has no form for.
+            encoded = text.encode(errors="surrogatepass")
             parts += [tag, len(encoded).to_bytes(4, "little"), encoded]
         return self._digest(b"".join(parts))
 

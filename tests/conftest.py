@@ -5,6 +5,11 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says more about the machine's other work than about our code.
+settings.register_profile("palimpsest", deadline=None)
+settings.load_profile("palimpsest")
 
 TEST_DATA_VARIABLE = "PALIMPSEST_TEST_DATA"
 

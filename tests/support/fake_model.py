@@ -11,6 +11,7 @@ was read, of the seed and of the position: wrong KV gives wrong text.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 from scheduler.messages import FinishReason, SamplingParams, TokenLogprobs
@@ -34,14 +35,16 @@ def next_cell(previous: Cell, position: int, token_id: int) -> Cell:
     return chain << _PLACE_BITS | position << _TOKEN_BITS | token_id
 
 
-def cells_of(token_ids: Sequence[int]) -> list[Cell]:
+# All stages open the same tables, and many requests begin alike.
+@lru_cache(maxsize=512)
+def cells_of(token_ids: tuple[int, ...]) -> tuple[Cell, ...]:
     """The cells of a sequence that starts at position 0."""
     cells: list[Cell] = []
     cell = START
     for position, token_id in enumerate(token_ids):
         cell = next_cell(cell, position, token_id)
         cells.append(cell)
-    return cells
+    return tuple(cells)
 
 
 def describe_cell(cell: Cell) -> str:
@@ -108,7 +111,7 @@ class SoloRun:
     """Positions 1 to the last of the prompt; empty unless asked for."""
 
 
-def _generate(prompt: Sequence[int], sampling: SamplingParams) -> Iterator[tuple[Cell, int]]:
+def _generate(prompt: tuple[int, ...], sampling: SamplingParams) -> Iterator[tuple[Cell, int]]:
     cells = cells_of(prompt)
     digest = sum(cells)
     cell = cells[-1]
@@ -121,7 +124,7 @@ def _generate(prompt: Sequence[int], sampling: SamplingParams) -> Iterator[tuple
         position += 1
 
 
-def run_solo(prompt: Sequence[int], sampling: SamplingParams, max_model_len: int) -> SoloRun:
+def run_solo(prompt: tuple[int, ...], sampling: SamplingParams, max_model_len: int) -> SoloRun:
     """The undisturbed run: end-of-sequence, stop ids, then length."""
     max_tokens = min(sampling.max_tokens, max_model_len - len(prompt))
     stops = stop_ids(sampling)

@@ -59,8 +59,9 @@ class Mirror:
 
     def __init__(self, opened: Open) -> None:
         self.seq: SeqRef = opened.seq
-        self.token_ids: list[int] = list(unpack_token_ids(opened.token_ids))
-        self.cells: list[Cell] = cells_of(self.token_ids)
+        token_ids = tuple(unpack_token_ids(opened.token_ids))
+        self.token_ids: list[int] = list(token_ids)
+        self.cells: list[Cell] = list(cells_of(token_ids))
         """What the KV of each known token must be."""
         self.block_ids: list[int] = list(opened.block_ids)
         self.num_computed = opened.num_computed

@@ -63,7 +63,8 @@ class PlanRules:
                     raise MismatchError(f"{set(names & others)} are in two plans in flight")
             num_running = num_open - closed[CloseReason.FINISHED] - closed[CloseReason.ABORTED]
             num_decodes = sum(
-                work.num_tokens == 1 and work.seq.request_id not in opened for work in plan.work
+                work.num_tokens == 1 and work.sample and work.seq.request_id not in opened
+                for work in plan.work
             )
             if num_decodes > -(-num_running // self._num_stages):
                 raise MismatchError(f"{num_decodes} of {num_running} requests decode in one step")

@@ -69,7 +69,7 @@ class EpisodeConfig:
     def draw(cls, rng: random.Random, window: Window) -> "EpisodeConfig":
         num_stages, steps_in_flight = window.draw(rng)
         block_size = rng.choice((2, 4, 4, 8, 16))
-        num_blocks = rng.randint(6, 40)
+        num_blocks = rng.randint(6, min(40, 256 // block_size))
         max_num_seqs = rng.randint(2, 8)
         max_model_len = rng.choice((40, 100, 140))
         chunked = rng.random() < 0.85
@@ -129,8 +129,9 @@ class Workload:
         self._has_priorities = config.scheduler.policy == "priority"
         self._max_model_len = config.max_model_len
         self._max_prompt_tokens = min(80, config.max_model_len - 1)
+        capacity_tokens = (config.num_blocks - 1) * config.block_size
         self._usual_prompt_tokens = min(
-            self._max_prompt_tokens, max(4, (config.num_blocks - 1) * config.block_size * 2 // 3)
+            self._max_prompt_tokens, max(4, int(capacity_tokens * rng.uniform(0.1, 0.7)))
         )
         self._documents = [self._tokens(80) for _ in range(2)]
         self._recent: deque[Job] = deque(maxlen=6)
@@ -233,7 +234,7 @@ class Workload:
 
     def _sampling(self) -> SamplingParams:
         rng = self._rng
-        max_tokens = rng.choice((1, rng.randint(1, 8), rng.randint(1, 20), rng.randint(8, 40)))
+        max_tokens = rng.choice((1, rng.randint(1, 8), rng.randint(8, 24), rng.randint(16, 40)))
         return SamplingParams(
             seed=rng.getrandbits(32),
             max_tokens=max_tokens,

@@ -64,6 +64,8 @@ class Episode:
         self._stale_results: deque[StepResult] = deque()
         self._zombie: FakeWorkerGroup | None = None
         self._num_empty_plans = 0
+        self._may_plan = True
+        """Something has changed since the core had nothing to plan."""
         self._core = self._new_core()
         self._clients = Clients(rng, self.config, self.ledger, self._core, self._clock, self._log)
         self._form_group()
@@ -91,7 +93,7 @@ class Episode:
                 self._disturb()
             if len(self.ledger.live) < self.config.num_live and rng.random() < 0.3:
                 self._clients.submit()
-                self._check()
+                self._after_event()
             self._work()
         self._drain()
 
@@ -101,7 +103,7 @@ class Episode:
         actions, weights = zip(*self._disturbances, strict=True)
         (action,) = self._rng.choices(actions, weights)
         action()
-        self._check()
+        self._after_event()
 
     def _poison_someone(self) -> None:
         running = [tracked for tracked in self.ledger.live.values() if tracked.is_open]
@@ -195,8 +197,8 @@ class Episode:
         """Plan, let one stage obey its next plan, or fetch a result: whatever is possible."""
         group, zombie = self._group, self._zombie
         ready = group.ready()
-        can_plan = self._num_in_flight < self.config.scheduler.steps_in_flight
-        plan_weight = self._plan_weight if can_plan else 0.0
+        may_plan = self._may_plan and self._num_in_flight < self.config.scheduler.steps_in_flight
+        plan_weight = self._plan_weight if may_plan else 0.0
         deliver_weight = self._deliver_weight if group.results or self._stale_results else 0.0
         choice = self._rng.random() * (plan_weight + deliver_weight + len(ready))
         if choice < plan_weight:
@@ -220,6 +222,7 @@ class Episode:
         plan = self._core.plan(self._clock.now)
         self._bug.after_plan(self._core)
         if plan is None:
+            self._may_plan = False
             if not self._num_in_flight and self._core.requests:
                 raise MismatchError(f"nothing is planned for {len(self._core.requests)} requests")
             return
@@ -251,10 +254,14 @@ class Episode:
             self._rules.on_result()
         if self.config.takes_at_once or self._rng.random() < 0.3:
             self._clients.take()
-        self._check()
+        self._after_event()
 
     def _log(self, event: object) -> None:
         self.events.append((self._clock.now, event))
+
+    def _after_event(self) -> None:
+        self._may_plan = True
+        self._check()
 
     def _check(self, plan: StepPlan | None = None) -> None:
         if self._check_invariants:
