@@ -76,7 +76,7 @@ def flat_batch(
     )
 
 
-def _on(device: torch.device, array: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+def _on(device: torch.device, array: np.ndarray) -> Tensor:
     """`array` as a tensor on `device`, without a copy where that is the CPU."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":

@@ -45,7 +45,11 @@ class Shard:
 class Executor:
     """Executes the plans of one epoch, in order. Not thread-safe."""
 
-    def __init__(self, shard: Shard, group: Group, *, epoch: int) -> None:
+    def __init__(
+        self, shard: Shard, group: Group, *, epoch: int, num_blocks: int | None = None
+    ) -> None:
+        """`num_blocks`: the pool of the group, where another rank's cache holds fewer blocks
+        than this one's."""
         self._shard = shard
         self._group = group
         self._epoch = epoch
@@ -53,7 +57,9 @@ class Executor:
         spec, size = shard.decoder.spec, shard.cache.size
         self._block_size = size.block_size
         self._table = SequenceTable(
-            num_blocks=size.num_blocks, block_size=size.block_size, vocab_size=spec.vocab_size
+            num_blocks=num_blocks or size.num_blocks,
+            block_size=size.block_size,
+            vocab_size=spec.vocab_size,
         )
         self._sampling = SamplingTable(vocab_size=spec.vocab_size, device=shard.device)
         self._sampler = Sampler(self._sampling, self._table)

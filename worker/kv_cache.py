@@ -20,7 +20,21 @@ logger = logging.getLogger(__name__)
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, FP8)
+CACHE_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_e4m3": FP8,
+}
+
+
+def cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
+    """The dtype that `cache.kv_cache_dtype` names; "auto" is the model's."""
+    if name == "auto":
+        return model_dtype
+    if name not in CACHE_DTYPES:
+        raise DeviceError(f"kv_cache_dtype {name!r} is not known; use {', '.join(CACHE_DTYPES)}")
+    return CACHE_DTYPES[name]
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
@@ -84,18 +98,15 @@ class KVCache:
     ) -> None:
         """`k_scale`, `v_scale`: what a stored value is multiplied with to be read; they let
         fp8 (finite up to 448) hold larger or smaller values, and are 1 for other dtypes."""
-        if dtype not in CACHE_DTYPES:
-            names = ", ".join(str(known).removeprefix("torch.") for known in CACHE_DTYPES)
-            raise DeviceError(f"the KV cache holds {names}, not {dtype}")
+        if dtype not in CACHE_DTYPES.values():
+            raise DeviceError(f"the KV cache holds {', '.join(CACHE_DTYPES)}, not {dtype}")
         if dtype != FP8 and (k_scale, v_scale) != (1.0, 1.0):
             raise ValueError("KV scales are for float8_e4m3fn only")
         self.size = size
         self.dtype = dtype
         shape = (2, size.num_blocks, size.block_size, spec.num_kv_heads, spec.head_dim)
-        self.layers = tuple(
-            LayerCache(*torch.zeros(shape, dtype=dtype, device=device), k_scale, v_scale)
-            for _ in range(spec.num_layers)
-        )
+        pages = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.layers = tuple(LayerCache(k, v, k_scale, v_scale) for k, v in pages)
 
 
 def quantized(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

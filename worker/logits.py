@@ -50,9 +50,7 @@ def _constrain(
         logits_V[constraints.bias_ids] += constraints.bias
 
 
-def _penalise(
-    logits_kV: Tensor, row_k: Int64s, settings_k: Settings, table: SequenceTable
-) -> None:
+def _penalise(logits_kV: Tensor, row_k: Int64s, settings_k: Settings, table: SequenceTable) -> None:
     vocab_size = logits_kV.shape[1]
     flat = logits_kV.view(-1)  # where (k, token) is k * V + token
     known_k, prompt_k = table.num_tokens[row_k], table.num_prompt_tokens[row_k]
@@ -66,7 +64,9 @@ def _penalise(
         factor = _on(logits_kV, settings_k["repetition_penalty"][k_p][which])
         value = flat[index]
         flat[index] = torch.where(value > 0, value / factor, value * factor)
-    k_p = np.flatnonzero((settings_k["frequency_penalty"] != 0) | (settings_k["presence_penalty"] != 0))
+    k_p = np.flatnonzero(
+        (settings_k["frequency_penalty"] != 0) | (settings_k["presence_penalty"] != 0)
+    )
     if len(k_p):
         at, which = _occurrences(table, row_k[k_p], prompt_k[k_p], known_k[k_p])
         index = _on(logits_kV, k_p[which] * vocab_size + at)
@@ -86,5 +86,5 @@ def _occurrences(
     return table.token_ids[row_p[which], position].astype(np.int64), which
 
 
-def _on(like: Tensor, array: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+def _on(like: Tensor, array: np.ndarray) -> Tensor:
     return torch.from_numpy(array).to(like.device)

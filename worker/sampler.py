@@ -11,8 +11,10 @@ the other rows. Random rows draw by inverting the cumulative distribution in a f
 """
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,6 +27,8 @@ from worker.sequence_table import Int64s, SequenceTable
 
 _SHORT_LIST = 64
 _LONG_LIST = 1024
+
+Float64s: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +50,11 @@ class Sampler:
 
     def sample(self, logits_kV: Tensor, row_k: Int64s) -> Sampled:
         """The token after the last known one of each row. Changes `logits_kV`."""
+        logits_kV = logits_kV.contiguous()
         settings_k = self._sampling.settings(row_k)
         wanted = np.flatnonzero(settings_k["logprobs"] >= 0)
-        raw_wV = logits_kV[torch.from_numpy(wanted)] if len(wanted) else None
+        at_w = torch.from_numpy(wanted).to(logits_kV.device)
+        raw_wV = logits_kV[at_w] if len(wanted) else None
         adjust(logits_kV, row_k, settings_k, self._sampling, self._table)
         best_k, token_id_k = logits_kV.max(dim=-1)
         drawn = np.flatnonzero(settings_k["temperature"] > 0)
@@ -62,13 +68,12 @@ class Sampler:
                 token_id_k[k] = 0
         logprobs: list[TokenLogprobs | None] = [None] * len(row_k)
         if raw_wV is not None:
-            wanted_ids = token_id_k[torch.from_numpy(wanted).to(token_id_k.device)]
-            rated = token_logprobs(raw_wV, wanted_ids, settings_k["logprobs"][wanted])
+            rated = token_logprobs(raw_wV, token_id_k[at_w], settings_k["logprobs"][wanted])
             for k, entry in zip(wanted.tolist(), rated, strict=True):
                 logprobs[k] = entry
         return Sampled(token_id_k.cpu().numpy(), logprobs, errors)
 
-    def _errors(self, row_k: Int64s, best_k: "np.ndarray") -> list[str | None]:  # type: ignore[type-arg]
+    def _errors(self, row_k: Int64s, best_k: Float64s) -> list[str | None]:
         errors = [self._sampling.errors.get(int(row)) for row in row_k]
         for k in np.flatnonzero(~np.isfinite(best_k)):
             if errors[k] is None:
@@ -84,7 +89,7 @@ def _draw(
     logits_nV: Tensor,
     best_n: Tensor,
     settings_n: Settings,
-    uniform_n: "np.ndarray",  # type: ignore[type-arg]
+    uniform_n: Float64s,
 ) -> Tensor:
     """One token id per row at its temperature; rows without a finite maximum give any id."""
     device = logits_nV.device
@@ -126,13 +131,16 @@ def _draw_cut(exponent_nV: Tensor, u_n1: Tensor, settings_n: Settings) -> Tensor
     total_n1 = exponent_nV.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
     length = _SHORT_LIST if top_k.max() < _SHORT_LIST else _LONG_LIST
     length = min(length, vocab_size)
+    top_nl, id_nl = exponent_nV.topk(length, dim=-1)
     token_id_n, settled_n = _draw_from_list(
-        *exponent_nV.topk(length, dim=-1), total_n1, top_k_n1, top_p_n1, u_n1, vocab_size
+        top_nl, id_nl, total_n1, top_k_n1, top_p_n1, u_n1, vocab_size
     )
     if length < vocab_size and not bool(settled_n.all()):
         left = (~settled_n).nonzero()[:, 0]
+        top_nl, id_nl = exponent_nV[left].sort(dim=-1, descending=True, stable=True)
         token_id_n[left], _ = _draw_from_list(
-            *exponent_nV[left].sort(dim=-1, descending=True, stable=True),
+            top_nl,
+            id_nl,
             total_n1[left],
             top_k_n1[left],
             top_p_n1[left],

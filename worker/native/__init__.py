@@ -9,7 +9,6 @@ import ctypes
 import fcntl
 import hashlib
 import logging
-import os
 import platform
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import platformdirs
 import torch  # noqa: F401  loads the OpenMP runtime that the kernels are bound to
 
 from worker.errors import BackendUnavailableError
@@ -34,9 +34,8 @@ _FLAGS = (
     "-fopenmp",
     "-shared",
     "-fPIC",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
+    # Users' compilers warn of things that are none: gcc 12 of its own AVX-512 header.
+    "-w",
 )
 _COMPILERS = ("g++", "clang++", "c++")
 _BUILD_TIMEOUT_SECONDS = 300
@@ -95,8 +94,7 @@ def _build(compiler: str, source: Path, library: Path) -> None:
 
 
 def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(root) / "palimpsest" / "native"
+    folder = platformdirs.user_cache_path("palimpsest") / "native"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -68,13 +68,7 @@ void narrow(const float* from, float factor, int32_t dtype, int n, void* to) {
   if (dtype == kFloat32) {
     for (int i = 0; i < n; ++i) static_cast<float*>(to)[i] = from[i] * factor;
   } else if (dtype == kBFloat16) {
-    for (int i = 0; i < n; ++i) {
-      const float x = from[i] * factor;
-      uint32_t word;
-      std::memcpy(&word, &x, 4);
-      word += 0x7fff + ((word >> 16) & 1);
-      static_cast<uint16_t*>(to)[i] = x == x ? uint16_t(word >> 16) : uint16_t(0x7fc0);
-    }
+    for (int i = 0; i < n; ++i) static_cast<BFloat16*>(to)[i] = to_bfloat16(from[i] * factor);
   } else {
     for (int i = 0; i < n; ++i) static_cast<_Float16*>(to)[i] = _Float16(from[i] * factor);
   }

@@ -53,7 +53,16 @@ inline float to_float(BFloat16 x) {
 inline float to_float(Float16 x) { return float(x.value); }
 inline float to_float(Float8 x) { return kFloat8Table.value[x.bits]; }
 
-inline Floats splat(float x) { return Floats{} + x; }
+// Rounded to nearest even; NaN stays NaN.
+inline BFloat16 to_bfloat16(float x) {
+  uint32_t word;
+  std::memcpy(&word, &x, 4);
+  word += 0x7fff + ((word >> 16) & 1);
+  return {x == x ? uint16_t(word >> 16) : uint16_t(0x7fc0)};
+}
+
+// Subtracting zero is nothing; adding it is not (-0), and would be done.
+inline Floats splat(float x) { return x - Floats{}; }
 
 inline Floats load(const float* p) {
   Floats x;
