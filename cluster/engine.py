@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.engine_spec import EngineSpec
 from cluster.errors import EngineStartError
-from cluster.links import LinkKeys, ZmqPlanLinkOffer, ZmqWorkerLinkOffer
+from cluster.link_choice import offer_link
 from cluster.placement import Placement, choose_device, reserve
 from cluster.processes import Place, SchedulerProcess, WorkerProcess, place_here
 from configs import Device, ResolvedConfig, resolve
@@ -84,7 +84,7 @@ class Engine:
         if not self._is_closing:
             logger.error("engine of epoch %d: %s", self.epoch, reason)
             self._set_info(EngineState.FAILED, reason)
-            await self._end_processes()
+            await self._fail(reason)
 
     async def drain(self, reason: str, timeout_seconds: float) -> None:
         """Take nothing new; returns when everything has ended, or after `timeout_seconds`."""
@@ -106,10 +106,15 @@ class Engine:
             return None
         return await self.scheduler.status.remote()
 
-    async def places(self) -> list[Place]:
-        """Of all ranks that have been started."""
-        workers = self._processes.workers if self._processes is not None else []
-        return list(await asyncio.gather(*(worker.place.remote() for worker in workers)))
+    async def places(self) -> tuple[Place | None, list[Place]]:
+        """Of the scheduler, and of all ranks, as far as they have been started."""
+        processes = self._processes
+        if processes is None or processes.scheduler is None:
+            return None, []
+        scheduler, *workers = await asyncio.gather(
+            *(actor.place.remote() for actor in (processes.scheduler, *processes.workers))
+        )
+        return scheduler, workers
 
     # -- start ---------------------------------------------------------------------------
 
@@ -164,22 +169,23 @@ class Engine:
             scheduler.place.remote(), *(worker.place.remote() for worker in workers)
         )
         is_local = len({place.node_id for place in places}) == 1
-        keys = LinkKeys.generate()
-        offer = ZmqPlanLinkOffer(keys, len(workers), None if is_local else places[0].host)
-        address = await scheduler.open_link.remote(offer)
+        link = offer_link(config.parallel, len(workers), None if is_local else places[0].host)
+        address = await scheduler.open_link.remote(link.of_scheduler)
         store_host = _LOOPBACK if is_local else places[1].host
-        store_port = await workers[0].free_port.remote(store_host)
+        ports = range(config.parallel.first_port, config.parallel.last_port + 1)
+        store_port = await workers[0].listen.remote(store_host, ports)
         joins = [
             encode(
                 JoinGroup(
                     epoch=self.epoch,
                     rank=rank,
+                    host=_LOOPBACK if is_local else place.host,
                     store_host=store_host,
                     store_port=store_port,
                     store_prefix=f"epoch-{self.epoch}",
                 )
             )
-            for rank in range(len(workers))
+            for rank, place in enumerate(places[1:])
         ]
         answers = await asyncio.gather(
             *(_on_device(worker, "join", join) for worker, join in zip(workers, joins, strict=True))
@@ -187,7 +193,7 @@ class Engine:
         hellos = [decode(data, WorkerHello) for data in answers]
         size = group_size(hellos, config, device)
         processes.runs = [
-            _on_device(worker, "run", size.num_blocks, ZmqWorkerLinkOffer(keys, rank, address))
+            _on_device(worker, "run", link.of_worker(rank, address))
             for rank, worker in enumerate(workers)
         ]
         begun = asyncio.ensure_future(_as_coroutine(scheduler.begin.remote(self.epoch, size)))
@@ -200,29 +206,47 @@ class Engine:
         lost.cancel()
         await begun
 
+    async def _fail(self, reason: str) -> None:
+        """End the group. The scheduler stays until `close`, to tell its clients."""
+        processes = self._processes
+        if processes is None:
+            return
+        if processes.scheduler is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                await processes.scheduler.give_up.remote(reason)
+        await _end_workers(processes)
+
     async def _end_processes(self) -> None:
         processes, self._processes = self._processes, None
         if processes is None:
             return
-        # Let ranks go in order first: they own memory that outlives a killed process.
-        for worker in processes.workers:
-            worker.leave.remote()
-        if processes.runs:
-            await asyncio.wait(processes.runs, timeout=_LEAVE_SECONDS)
-        for actor in (*processes.workers, processes.scheduler):
-            if actor is not None:
-                ray.kill(actor)
-        processes.placement.remove()
+        await _end_workers(processes)
+        if processes.scheduler is not None:
+            ray.kill(processes.scheduler)
 
     def _set_info(self, state: EngineState, reason: str = "") -> None:
         self.info = EngineInfo(state, reason, epoch=self.epoch)
         self._report()
 
 
+async def _end_workers(processes: _Processes) -> None:
+    """End all ranks and give their resources back. Safe to call again."""
+    workers, processes.workers = processes.workers, []
+    # Let ranks go in order first: they own memory that outlives a killed process.
+    for worker in workers:
+        worker.leave.remote()
+    if processes.runs:
+        await asyncio.wait(processes.runs, timeout=_LEAVE_SECONDS)
+    for worker in workers:
+        ray.kill(worker)
+    processes.placement.remove()
+
+
 def group_size(hellos: Sequence[WorkerHello], config: ResolvedConfig, device: Device) -> GroupSize:
     """What all ranks can do together.
 
-    Raises EngineStartError if they did not load the same model, or if not even one block fits.
+    Raises EngineStartError if they did not load the same model, or if not even one block fits,
+    and ConfigError for settings that do not go with the model's context length.
     """
     digests = {hello.model_digest for hello in hellos}
     if len(digests) > 1:
@@ -230,29 +254,26 @@ def group_size(hellos: Sequence[WorkerHello], config: ResolvedConfig, device: De
             f"the workers loaded {len(digests)} different models under the name "
             f"{config.model.model}: give all machines the same files"
         )
-    resolved = resolve(config, device, model_context_tokens=hellos[0].max_position)
-    max_model_len = resolved.model.max_model_len
-    assert max_model_len is not None, "resolve fills it in"
-    smallest = min(hellos, key=lambda hello: hello.num_blocks)
-    num_blocks = config.cache.num_blocks or smallest.num_blocks
-    if num_blocks < 2:
+    hello = hellos[0]
+    # Whether settings go together can depend on the context length, known only now.
+    resolve(config, device, model_context_tokens=hello.max_model_len)
+    if hello.num_blocks < 2:
         raise EngineStartError(
-            f"the memory granted to worker {smallest.rank} holds {smallest.num_blocks} blocks of "
-            f"{smallest.block_bytes} bytes, and at least 2 are needed: raise cache.kv_cache_memory "
-            f"or cache.gpu_memory_utilization"
+            f"the memory granted to each worker holds {hello.num_blocks} KV blocks, and at least 2 "
+            f"are needed: raise cache.kv_cache_memory or cache.gpu_memory_utilization"
         )
-    capacity_tokens = (num_blocks - 1) * config.cache.block_size
+    capacity_tokens = (hello.num_blocks - 1) * config.cache.block_size
     logger.info(
-        "KV cache: %d blocks of %d tokens (%.2f GiB on each worker) hold %d tokens: %.2f requests "
-        "of the full length of %d at once",
-        num_blocks,
+        "KV cache: %d blocks of %d tokens (%.2f GiB on worker 0) hold %d tokens: %.2f requests of "
+        "the full length of %d at once",
+        hello.num_blocks,
         config.cache.block_size,
-        num_blocks * smallest.block_bytes / 2**30,
+        hello.num_blocks * hello.block_bytes / 2**30,
         capacity_tokens,
-        capacity_tokens / max_model_len,
-        max_model_len,
+        capacity_tokens / hello.max_model_len,
+        hello.max_model_len,
     )
-    return GroupSize(len(hellos), num_blocks, max_model_len, hellos[0].vocab_size)
+    return GroupSize(len(hellos), hello.num_blocks, hello.max_model_len, hello.vocab_size)
 
 
 def _with_hash_seed(config: ResolvedConfig) -> ResolvedConfig:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from configs import Config, ServerConfig
 
-_LOADER = "worker.rank:load_rank"
+_LOADER = "worker.member:load_rank"
 
 # What of `server` an engine reads. The rest is the ingress's own affair, and holds keys.
 _SERVER_SETTINGS = ("drain_seconds", "group_start_seconds", "step_deadline_seconds")

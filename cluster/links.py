@@ -59,8 +59,8 @@ class ZmqPlanLinkOffer:
     keys: LinkKeys
     num_ranks: int
     host: str | None = None
-    port_range: tuple[int, int] = (20000, 29999)
-    """First and last port that may be bound; read with a `host` only."""
+    ports: tuple[int, int] = (20000, 29999)
+    """The first and the last that may be bound; read with a `host` only."""
 
     def open(self) -> "ZmqPlanLink":
         """Raises LinkError if no port of the range is free."""
@@ -98,7 +98,7 @@ class ZmqPlanLink:
         socket.curve_secretkey = offer.keys.scheduler_secret
         socket.curve_publickey = offer.keys.scheduler_public
         try:
-            self.address = _bind(socket, offer.host, offer.port_range)
+            self.address = _bind(socket, offer.host, offer.ports)
         except BaseException:
             self.close()
             raise
@@ -253,13 +253,13 @@ def _configure(socket: "zmq.Socket[bytes]", *, is_remote: bool) -> None:
         socket.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
 
 
-def _bind(socket: "zmq.Socket[bytes]", host: str | None, port_range: tuple[int, int]) -> str:
+def _bind(socket: "zmq.Socket[bytes]", host: str | None, ports: tuple[int, int]) -> str:
     if host is None:
         # The abstract namespace of Linux: no file that a killed process would leave behind.
         address = f"ipc://@palimpsest-{secrets.token_hex(8)}"
         socket.bind(address)
         return address
-    first, last = port_range
+    first, last = ports
     if ipaddress.ip_address(host).version == 6:
         socket.ipv6 = True
         host = f"[{host}]"

@@ -50,7 +50,9 @@ class Placement:
 
 
 def choose_device(parallel: ParallelConfig) -> Device:
-    """GPUs if the cluster has any, else CPUs."""
+    """The configured device, else GPUs if the cluster has any, else CPUs."""
+    if parallel.device != "auto":
+        return parallel.device
     return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
 
 
@@ -82,7 +84,9 @@ async def reserve(
             report(lacking)
             remaining_seconds = max(0.0, timeout_seconds - _PATIENCE_SECONDS)
             if not await asyncio.to_thread(group.wait, remaining_seconds):
-                raise EngineStartError(f"{lacking}; gave up after {timeout_seconds:.0f} s")
+                raise EngineStartError(
+                    f"{lacking}; gave up after server.group_start_seconds = {timeout_seconds:g}"
+                )
     except BaseException:
         remove_placement_group(group)
         raise

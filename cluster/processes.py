@@ -1,6 +1,7 @@
 """The actors as Ray runs them: a process each, with its logging and its place in the cluster."""
 
 import logging
+import os
 import pkgutil
 import sys
 from dataclasses import dataclass
@@ -23,10 +24,13 @@ class Place:
     node_id: str
     host: str
     """The address of the machine that other machines reach it under."""
+    process_id: int
 
 
 def place_here() -> Place:
-    return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+    return Place(
+        ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
+    )
 
 
 def set_up_logging() -> None:

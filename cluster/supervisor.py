@@ -52,6 +52,7 @@ class AppStatus:
     info: EngineInfo
     num_replicas: int
     """Ingress replicas that hold the lease."""
+    scheduler_place: Place | None
     places: tuple[Place, ...]
     """Of all ranks, in their order."""
     scheduler: SchedulerStatus | None
@@ -71,6 +72,7 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._seen_seconds: dict[str, float] = {}
         self._last_seen_seconds = time.monotonic()
+        self._num_looking = 0
         self._stopping = asyncio.Lock()
         self._lease: asyncio.Task[None] | None = None
 
@@ -101,25 +103,33 @@ class Supervisor:
         """
         self._see(client_id)
         if version == self._version:
-            with contextlib.suppress(TimeoutError):
+            self._num_looking += 1
+            try:
                 async with asyncio.timeout(LOOK_SECONDS):
                     while version == self._version:
                         self._changed.clear()
                         await self._changed.wait()
+            except TimeoutError:
+                pass
+            finally:
+                self._num_looking -= 1
+                self._see(client_id)
         return self._view()
 
     async def status(self) -> AppStatus:
         engine = self._engine
+        scheduler_place: Place | None = None
         places: list[Place] = []
         scheduler = None
         if engine is not None:
             with contextlib.suppress(ray.exceptions.RayError):
                 scheduler = await engine.status()
-                places = await engine.places()
+                scheduler_place, places = await engine.places()
         return AppStatus(
             app=self._app,
             info=self._info,
             num_replicas=len(self._seen_seconds),
+            scheduler_place=scheduler_place,
             places=tuple(places),
             scheduler=scheduler,
         )
@@ -133,6 +143,8 @@ class Supervisor:
                     task.cancel()
             if self._engine is not None:
                 await self._engine.close()
+            # Ray lets calls that are underway finish first, so those that wait go home now.
+            self._change()
             ray.actor.exit_actor()
 
     # -- engines -------------------------------------------------------------------------
@@ -195,7 +207,8 @@ class Supervisor:
             for client_id, seen_seconds in list(self._seen_seconds.items()):
                 if now - seen_seconds > self._lease_seconds:
                     del self._seen_seconds[client_id]
-            if now - self._last_seen_seconds > self._lease_seconds:
+            is_due = now - self._last_seen_seconds > self._lease_seconds
+            if is_due and not self._num_looking:
                 await self.stop(f"no ingress replica has called for {self._lease_seconds:.0f} s")
 
 

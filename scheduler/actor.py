@@ -46,6 +46,7 @@ POLL_SECONDS = 5.0
 CLIENT_LOST_SECONDS = 15.0
 """A replica that has not polled for so long is gone, and its requests are ended."""
 _TICK_SECONDS = 1.0
+_DRAIN_TICK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +132,14 @@ class SchedulerActor:
             raise RuntimeError(self._info.reason)
 
     async def drain(self, reason: str) -> None:
-        """Take nothing new; returns when all that was accepted has ended."""
+        """Take nothing new; returns when all that was accepted has ended and was told."""
         if self._info.state is EngineState.READY:
             self._set_state(EngineState.DRAINING, reason)
-        while self._info.running_requests or self._info.waiting_requests:
-            await asyncio.sleep(0.05)
+        while self._info.state is EngineState.DRAINING:
+            num_open = await self._run(lambda core, now: len(core.requests))
+            if not num_open and all(c.outbox.is_empty for c in self._clients.values()):
+                return
+            await asyncio.sleep(_DRAIN_TICK_SECONDS)
 
     async def give_up(self, reason: str) -> None:
         """The workers are lost: end all requests with an error that says `reason`."""
@@ -198,7 +202,7 @@ class SchedulerActor:
         this_poll = client.num_polls
         client.news.set()  # an older poll that is still waiting goes home
         number, batches = client.outbox.take(last_batch)
-        if not batches:
+        if not batches and this_poll > 1:  # the first one is to learn the state at once
             client.news.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_SECONDS):

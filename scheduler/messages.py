@@ -348,9 +348,11 @@ class JoinGroup(Message, frozen=True):
 
     epoch: int
     rank: int
+    host: str
+    """The address of this rank at which the others reach it, and at no other."""
     store_host: str
     store_port: int
-    """Where rank 0 listens for the others to find each other."""
+    """Where rank 0 listens, so that all can find each other."""
     store_prefix: str
     """Of all keys in that store, so that nothing of another epoch can be found there."""
 
@@ -361,13 +363,14 @@ class WorkerHello(Message, frozen=True):
     epoch: int
     rank: int
     num_blocks: int
-    """Blocks of KV cache that fit into the memory granted, with the null block."""
+    """Blocks of KV cache, with the null block: what fits on every rank of the group."""
     block_bytes: int
+    """On this rank."""
     model_digest: str
     """The same on all ranks that read the same model."""
     vocab_size: int
-    max_position: int
-    """The model's own context length, in tokens."""
+    max_model_len: int
+    """The context length, in tokens: the configured one, or else the model's own."""
 
 
 # ---------------------------------------------------------------------------------------

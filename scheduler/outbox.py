@@ -20,6 +20,11 @@ class Outbox:
         self._given: tuple[TokenBatch, ...] = ()
         self._pending: list[TokenBatch] = []
 
+    @property
+    def is_empty(self) -> bool:
+        """Everything has arrived, and the client has said so."""
+        return not (self._given or self._pending)
+
     def put(self, batch: TokenBatch) -> None:
         self._pending.append(batch)
 

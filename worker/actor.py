@@ -2,12 +2,13 @@
 
     load ──► join ──► run ──► (left, or failed) ──► join ──► run …
 
-`load`, `join` and `run` belong to one thread, on which everything of the device happens; `place`
-and `leave` come from other threads. It is a plain class: Ray makes an actor of it, a test uses
+`load`, `join` and `run` belong to one thread, on which everything of the device happens; all else
+comes from other threads. It is a plain class: Ray makes an actor of it, a test uses
 it as it is.
 """
 
 import logging
+import random
 import socket
 import time
 from collections.abc import Callable
@@ -34,25 +35,27 @@ _HEARTBEAT_SECONDS = 1.0
 _MAX_MESSAGE_CHARACTERS = 2000
 
 
-class StepExecutor(Protocol):
+class LoadedRank(Protocol):
+    """One rank with its weights, which outlive epochs."""
+
+    def join(self, message: JoinGroup, listener: socket.socket | None) -> WorkerHello:
+        """Find the other ranks, agree on the number of blocks, and be ready for step 0.
+
+        `listener` is the open socket at the address of the group's store, on rank 0. Raises if
+        the others do not come in time, or if the memory granted is too small.
+        """
+        ...
+
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Run one plan to its end; a result on the rank that answers, None on the others."""
         ...
 
-
-class LoadedRank(Protocol):
-    """One rank with its weights, which outlive epochs."""
-
-    def join(self, message: JoinGroup) -> WorkerHello:
-        """Find the other ranks and measure what fits. Raises if they do not come in time."""
-        ...
-
-    def start(self, num_blocks: int) -> StepExecutor:
-        """Allocate the KV cache and be ready for step 0 of the epoch that was joined."""
-        ...
-
     def abort(self) -> None:
         """Make whatever waits for other ranks raise soon. From any thread."""
+        ...
+
+    def leave(self) -> None:
+        """Give up the group. The weights stay."""
         ...
 
 
@@ -70,15 +73,28 @@ class WorkerActor:
         self._rank = rank
         self._loaded: LoadedRank | None = None
         self._link: WorkerLink | None = None
+        self._listener: socket.socket | None = None
         self._epoch = -1
         self._leaving = False
 
-    def free_port(self, host: str) -> int:
-        """A port of this machine on which nothing listens now."""
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.bind((host, 0))
-            port: int = probe.getsockname()[1]
+    def listen(self, host: str, ports: range) -> int:
+        """Open the port at which the ranks of the next group will meet, on `host` alone.
+
+        Raises OSError if none of `ports` is free.
+        """
+        self._close_listener()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        for port in random.sample(ports, k=len(ports)):
+            listener = socket.socket(family)
+            try:
+                listener.bind((host, port))
+            except OSError:
+                listener.close()
+                continue
+            listener.listen()
+            self._listener = listener
             return port
+        raise OSError(f"no free port on {host} from {ports.start} to {ports.stop - 1}")
 
     def load(self) -> None:
         """Bring the weights into memory; does nothing when they are there."""
@@ -90,17 +106,17 @@ class WorkerActor:
         assert self._loaded is not None, "join comes after load"
         message = decode(data, JoinGroup)
         self._epoch, self._leaving = message.epoch, False
-        return encode(self._loaded.join(message))
+        listener, self._listener = self._listener, None
+        return encode(self._loaded.join(message, listener))
 
-    def run(self, num_blocks: int, offer: WorkerLinkOffer) -> None:
+    def run(self, offer: WorkerLinkOffer) -> None:
         """Obey the plans of the epoch; returns when told to leave.
 
         Raises what made it impossible to go on, after the scheduler was told.
         """
         assert self._loaded is not None, "run comes after join"
-        executor = self._loaded.start(num_blocks)
         link = self._link = offer.open()
-        loop = _PlanLoop(executor, link, epoch=self._epoch, rank=self._rank)
+        loop = _PlanLoop(self._loaded, link, epoch=self._epoch, rank=self._rank)
         try:
             while not self._leaving:
                 loop.turn()
@@ -121,22 +137,29 @@ class WorkerActor:
         finally:
             self._link = None
             link.close()
+            self._loaded.leave()
 
     def leave(self) -> None:
         """End the `run` that is underway, also when it waits for ranks that are gone."""
         self._leaving = True
+        self._close_listener()
         link, loaded = self._link, self._loaded
         if loaded is not None:
             loaded.abort()
         if link is not None:
             link.wake()
 
+    def _close_listener(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
+
 
 class _PlanLoop:
     """One plan after the other, with a sign of life when none comes."""
 
-    def __init__(self, executor: StepExecutor, link: WorkerLink, *, epoch: int, rank: int) -> None:
-        self._executor = executor
+    def __init__(self, loaded: LoadedRank, link: WorkerLink, *, epoch: int, rank: int) -> None:
+        self._loaded = loaded
         self._link = link
         self._epoch = epoch
         self._rank = rank
@@ -149,7 +172,7 @@ class _PlanLoop:
         if plan is not None:
             began_seconds = time.perf_counter()
             gap_seconds = began_seconds - self._ended_seconds
-            result = self._executor.execute(plan)
+            result = self._loaded.execute(plan)
             self._ended_seconds = time.perf_counter()
             self.next_step_id = plan.step_id + 1
             if result is not None:

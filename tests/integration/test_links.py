@@ -36,6 +36,11 @@ class Group:
     scheduler: PlanLink
     ranks: list[WorkerLink]
 
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        self.scheduler.close()
+
     def receive(self, count: int) -> list[WorkerMessage]:
         """Exactly `count` messages at the scheduler."""
         received: list[WorkerMessage] = []
@@ -57,8 +62,10 @@ def next_plan(rank: WorkerLink) -> StepPlan:
 def zmq_group(host: str | None) -> Group:
     keys = LinkKeys.generate()
     scheduler = ZmqPlanLinkOffer(keys, NUM_RANKS, host).open()
-    ranks = [ZmqWorkerLinkOffer(keys, rank, scheduler.address).open() for rank in range(NUM_RANKS)]
-    return Group(scheduler, list(ranks))
+    ranks: list[WorkerLink] = [
+        ZmqWorkerLinkOffer(keys, rank, scheduler.address).open() for rank in range(NUM_RANKS)
+    ]
+    return Group(scheduler, ranks)
 
 
 def ray_group() -> Group:
@@ -78,14 +85,13 @@ MAKERS: dict[str, Callable[[], Group]] = {
 def group(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[Group]:
     """A formed group: every rank has said that it is there."""
     made = MAKERS[request.param]()
-    for rank, link in enumerate(made.ranks):
-        link.send(Heartbeat(epoch=1, rank=rank, step_id=0))
+    for number, rank in enumerate(made.ranks):
+        rank.send(Heartbeat(epoch=1, rank=number, step_id=0))
     joined = made.receive(NUM_RANKS)
     assert {message.rank for message in joined if isinstance(message, Heartbeat)} == {0, 1, 2}
     yield made
-    for link in (*made.ranks, made.scheduler):
-        link.close()
-        link.close()
+    made.close()
+    made.close()
 
 
 def plan_of(step_id: int, num_tokens: int = 1) -> StepPlan:
@@ -198,8 +204,7 @@ def test_a_plan_for_a_rank_that_is_gone_raises(host: str | None) -> None:
 
     with pytest.raises(LinkError, match="worker 1"):
         publish_until_it_fails()
-    for link in (group.ranks[0], group.ranks[2], group.scheduler):
-        link.close()
+    group.close()
 
 
 @pytest.mark.parametrize("host", [None, "127.0.0.1"])
@@ -262,8 +267,7 @@ def test_a_frame_beyond_the_limit_is_refused_by_its_sender(
     group = zmq_group(None)
     with pytest.raises(LinkError, match="1000"):
         group.scheduler.publish(plan_of(0, num_tokens=500))
-    for link in (*group.ranks, group.scheduler):
-        link.close()
+    group.close()
 
 
 def test_keys_are_not_shown() -> None:

@@ -5,6 +5,7 @@ that takes some time: `fake-5ms`.
 """
 
 import re
+import socket
 import threading
 import time
 
@@ -27,32 +28,35 @@ class FakeRank:
         self._step_seconds = int(found[1] or 0) / 1e3
         self._aborted = threading.Event()
 
-    def join(self, message: JoinGroup) -> WorkerHello:
+    def join(self, message: JoinGroup, listener: socket.socket | None) -> WorkerHello:
+        if listener is not None:
+            listener.close()
+        num_blocks = self._config.cache.num_blocks or _DEFAULT_NUM_BLOCKS
+        self._stage = Stage(0, 1, num_blocks, self._config.cache.block_size)
         return WorkerHello(
             epoch=message.epoch,
             rank=message.rank,
-            num_blocks=_DEFAULT_NUM_BLOCKS,
+            num_blocks=num_blocks,
             block_bytes=1,
             model_digest="fake",
             vocab_size=VOCABULARY,
-            max_position=MAX_POSITIONS,
+            max_model_len=self._config.model.max_model_len or MAX_POSITIONS,
         )
-
-    def start(self, num_blocks: int) -> "FakeRank":
-        self._stage = Stage(0, 1, num_blocks, self._config.cache.block_size)
-        return self
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         began = time.perf_counter()
         _, outputs = self._stage.execute(plan, None)
         if self._step_seconds:
-            time.sleep(self._step_seconds)
+            self._aborted.wait(self._step_seconds)
         if not self._answers:
             return None
         return StepResult(plan.epoch, plan.step_id, outputs, time.perf_counter() - began)
 
     def abort(self) -> None:
         self._aborted.set()
+
+    def leave(self) -> None:
+        pass
 
 
 def load_fake_rank(config: ResolvedConfig, device: Device, rank: int) -> FakeRank:

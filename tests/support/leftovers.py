@@ -49,6 +49,6 @@ def assert_nothing_left(before: Leftovers) -> None:
 
 def _name_of(process: psutil.Process) -> str:
     try:
-        return process.name()
+        return str(process.name())
     except psutil.Error:
         return "?"
