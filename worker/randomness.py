@@ -23,8 +23,9 @@ def uniforms(
     52 and not 53, so that u * total < total holds in float64 for every total > 0.
     """
     with np.errstate(over="ignore"):
-        key_k = _mix(seed_k + _GOLDEN)
-        bits_k = _mix(key_k ^ _mix((position_k.astype(np.uint64) + np.uint64(1)) * _GOLDEN))
+        # SplitMix64's sequence from a start that is the mixed seed: position is its counter.
+        start_k = _mix(seed_k + _GOLDEN)
+        bits_k = _mix(start_k + (position_k.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (bits_k >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 

@@ -146,6 +146,11 @@ class Rank:
             raise WorkerError(f"rank {self._rank} was sent a plan before it joined an epoch")
         return self._executor.execute(plan)
 
+    @property
+    def num_open(self) -> int:
+        """Sequences that are open now."""
+        return 0 if self._executor is None else self._executor.num_open
+
     def abort(self) -> None:
         """Make a call that waits for other ranks raise GroupBrokenError."""
         if self._group is not None:

@@ -1,6 +1,8 @@
-"""Linear layers in the form that is fastest on the device: y = x W^T + b.
+"""The linear layers of a decoder, with what surrounds them, in the form that suits the device.
 
-Shape letters: t rows, I input width, O output width.
+Each layer reads its input through `NormedLinear` (norm, product, perhaps a gate) and writes it
+back through `ResidualLinear` (product, sum over ranks, residual), so that a kernel may do the
+whole of one. Shape letters: t rows, E hidden size, I input width, O output width.
 """
 
 from typing import Protocol
@@ -10,9 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.models.base import Communicator
+from worker.models.cpu_kernels import PackedLinear, has_kernel
+from worker.models.norms import Norm
 
 
 class Linear(Protocol):
+    """y = x W^T + bias."""
+
     @property
     def weight_bytes(self) -> int: ...
 
@@ -21,7 +27,28 @@ class Linear(Protocol):
         """Whether it computes from the tensor it was made from, and holds no copy."""
         ...
 
-    def __call__(self, x_tI: Tensor) -> Tensor: ...
+    def __call__(self, x_tI: Tensor, /) -> Tensor: ...
+
+
+class NormedLinear(Protocol):
+    """y = f(norm(x) W^T + bias), where f is nothing or silu(gate) * up."""
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    @property
+    def shares_weight(self) -> bool: ...
+
+    def __call__(self, x_tE: Tensor, /) -> Tensor: ...
+
+
+class ResidualLinear(Protocol):
+    """y = residual + the sum over ranks of x W^T + bias."""
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def __call__(self, x_tI: Tensor, residual_tE: Tensor, /) -> Tensor: ...
 
 
 class PlainLinear:
@@ -32,40 +59,30 @@ class PlainLinear:
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
         self._weight_OI = weight_OI
         self._bias_O = bias_O
-
-    @property
-    def weight_bytes(self) -> int:
-        return _bytes(self._weight_OI, self._bias_O)
+        self.weight_bytes = _bytes(weight_OI, bias_O)
 
     def __call__(self, x_tI: Tensor) -> Tensor:
         return F.linear(x_tI, self._weight_OI, self._bias_O)
 
 
-class PackedLinear:
+class ReorderedLinear:
     """Weights reordered once for oneDNN's kernels, which `F.linear` would do on every call.
 
-    Holds a copy; the caller drops `weight_OI`. Only where `can_pack` says so.
+    Holds a copy; the caller drops `weight_OI`.
     """
 
     shares_weight = False
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
+        self._reordered = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
         self._bias_O = bias_O
-        self._weight_bytes = _bytes(weight_OI, bias_O)
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._weight_bytes
+        self.weight_bytes = _bytes(weight_OI, bias_O)
 
     def __call__(self, x_tI: Tensor) -> Tensor:
-        y_tO = torch.ops.mkldnn._linear_pointwise(x_tI, self._packed, self._bias_O, "none", [], "")
-        assert isinstance(y_tO, Tensor)
+        y_tO: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x_tI, self._reordered, self._bias_O, "none", [], ""
+        )
         return y_tO
-
-
-_GEMV_ROWS = 2
-_TILE_ELEMENTS = 1 << 20
 
 
 class WideningLinear:
@@ -77,18 +94,17 @@ class WideningLinear:
     """
 
     shares_weight = True
+    _ROWS_AS_VECTORS = 2
+    _TILE_ELEMENTS = 1 << 20
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
         self._weight_OI = weight_OI
         self._bias_O = bias_O
-        self._tile_rows = max(1, _TILE_ELEMENTS // weight_OI.shape[1])
-
-    @property
-    def weight_bytes(self) -> int:
-        return _bytes(self._weight_OI, self._bias_O)
+        self._tile_rows = max(1, self._TILE_ELEMENTS // weight_OI.shape[1])
+        self.weight_bytes = _bytes(weight_OI, bias_O)
 
     def __call__(self, x_tI: Tensor) -> Tensor:
-        if x_tI.shape[0] <= _GEMV_ROWS:
+        if x_tI.shape[0] <= self._ROWS_AS_VECTORS:
             return F.linear(x_tI, self._weight_OI, self._bias_O)
         wide_tI = x_tI.float()
         tiles = [F.linear(wide_tI, tile.float()) for tile in self._weight_OI.split(self._tile_rows)]
@@ -98,28 +114,26 @@ class WideningLinear:
         return y_tO.to(x_tI.dtype)
 
 
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies `dtype` with oneDNN, by its own instructions."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return False
+class SeparateNormedLinear:
+    """Norm, product and gate one after the other."""
+
+    def __init__(self, norm: Norm, linear: Linear, *, gated: bool = False) -> None:
+        self._norm = norm
+        self._linear = linear
+        self._gated = gated
+        self.shares_weight = linear.shares_weight
+        self.weight_bytes = norm.weight_E.nbytes + linear.weight_bytes
+
+    def __call__(self, x_tE: Tensor) -> Tensor:
+        y_tO = self._linear(self._norm(x_tE))
+        if not self._gated:
+            return y_tO
+        gate_tF, up_tF = y_tO.chunk(2, -1)
+        return F.silu(gate_tF).mul_(up_tF)
 
 
-def make_linear(weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
-    """The fastest linear for the device and dtype of `weight_OI`."""
-    if weight_OI.device.type != "cpu" or weight_OI.dtype == torch.float32:
-        return PlainLinear(weight_OI, bias_O)
-    if can_pack(weight_OI.dtype):
-        return PackedLinear(weight_OI, bias_O)
-    return WideningLinear(weight_OI, bias_O)
-
-
-class RowParallel:
-    """A linear whose input columns are spread over ranks: partial products, then their sum.
+class SummedResidualLinear:
+    """Input columns are spread over ranks: partial products, their sum, then the residual.
 
     A bias belongs to the linear of rank 0 alone, or it would be added once per rank.
     """
@@ -127,13 +141,56 @@ class RowParallel:
     def __init__(self, linear: Linear, comm: Communicator) -> None:
         self._linear = linear
         self._comm = comm
+        self.weight_bytes = linear.weight_bytes
 
-    @property
-    def weight_bytes(self) -> int:
-        return self._linear.weight_bytes
+    def __call__(self, x_tI: Tensor, residual_tE: Tensor) -> Tensor:
+        return residual_tE + self._comm.all_reduce(self._linear(x_tI))
 
-    def __call__(self, x_tI: Tensor) -> Tensor:
-        return self._comm.all_reduce(self._linear(x_tI))
+
+def make_linear(weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
+    """The fastest linear for the device and dtype of `weight_OI`."""
+    if _packs(weight_OI):
+        return PackedLinear(weight_OI, bias_O)
+    if _reorders(weight_OI):
+        return ReorderedLinear(weight_OI, bias_O)
+    if weight_OI.device.type == "cpu" and weight_OI.dtype != torch.float32:
+        return WideningLinear(weight_OI, bias_O)
+    return PlainLinear(weight_OI, bias_O)
+
+
+def make_normed_linear(
+    norm: Norm, weight_OE: Tensor, bias_O: Tensor | None = None, *, gated: bool = False
+) -> NormedLinear:
+    """With `gated`, the first half of the rows of W gives the gate, the second what it gates."""
+    if _packs(weight_OE):
+        return PackedLinear(
+            weight_OE, bias_O, norm_weight_I=norm.weight_E, epsilon=norm.epsilon, gated=gated
+        )
+    return SeparateNormedLinear(norm, make_linear(weight_OE, bias_O), gated=gated)
+
+
+def make_residual_linear(
+    weight_OI: Tensor, bias_O: Tensor | None, comm: Communicator
+) -> ResidualLinear:
+    if comm.size == 1 and _packs(weight_OI):
+        return PackedLinear(weight_OI, bias_O)
+    return SummedResidualLinear(make_linear(weight_OI, bias_O), comm)
+
+
+def _packs(weight: Tensor) -> bool:
+    """Whether our own kernel is the fastest for `weight`: CPUs, but for what oneDNN does."""
+    return weight.device.type == "cpu" and not _reorders(weight) and has_kernel("linear")
+
+
+def _reorders(weight: Tensor) -> bool:
+    """Whether the CPU has matrix instructions for this dtype, which oneDNN uses."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if weight.dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return False
 
 
 class VocabEmbedding:
@@ -143,10 +200,7 @@ class VocabEmbedding:
         self.weight_VE = weight_VE
         self._first_id = first_id
         self._comm = comm
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.weight_VE.nbytes
+        self.weight_bytes = weight_VE.nbytes
 
     def __call__(self, token_ids_t: Tensor) -> Tensor:
         if self._comm.size == 1:
@@ -158,18 +212,15 @@ class VocabEmbedding:
 
 
 class VocabHead:
-    """Output projection whose rows are spread over ranks; float32 logits of all ids."""
+    """Final norm and output projection, whose rows are spread over ranks."""
 
-    def __init__(self, linear: Linear, vocab_size: int, comm: Communicator) -> None:
+    def __init__(self, linear: NormedLinear, vocab_size: int, comm: Communicator) -> None:
         self._linear = linear
         self._vocab_size = vocab_size
         self._comm = comm
 
-    @property
-    def weight_bytes(self) -> int:
-        return self._linear.weight_bytes
-
     def __call__(self, hidden_sE: Tensor) -> Tensor:
+        """float32 logits of all ids."""
         logits_sV = self._comm.all_gather_last_dim(self._linear(hidden_sE))
         return logits_sV[:, : self._vocab_size].float()
 

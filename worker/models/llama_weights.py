@@ -11,13 +11,15 @@ from worker.models.base import Communicator, ModelSpec
 from worker.models.checkpoint import Checkpoint, digest
 from worker.models.config import DecoderConfig
 from worker.models.linear import (
-    Linear,
-    RowParallel,
+    NormedLinear,
+    ResidualLinear,
     VocabEmbedding,
     VocabHead,
-    make_linear,
+    make_normed_linear,
+    make_residual_linear,
 )
-from worker.models.llama import Attention, GatedMlp, HeadNorm, Layer, LlamaDecoder, Norm
+from worker.models.llama import Attention, GatedMlp, Layer, LlamaDecoder
+from worker.models.norms import HeadNorm, Norm
 from worker.models.rope import Rope
 from worker.models.sharding import TensorSlice, tensor_slice
 
@@ -85,7 +87,6 @@ class _Loader:
         is_last = self.layer_numbers.stop == config.num_layers
         embedding = self._embedding() if is_first else None
         layers = [self._layer(number) for number in self.layer_numbers]
-        final_norm = self._norm("model.norm") if is_last else None
         head = self._head(embedding) if is_last else None
         spec = ModelSpec(
             architecture=config.architecture,
@@ -105,21 +106,22 @@ class _Loader:
             digest=digest(self.checkpoint.directory),
         )
         rope = Rope(config.rope, config.head_dim, self.dtype, self.device)
-        return LlamaDecoder(spec, rope, layers, embedding, final_norm, head)
+        return LlamaDecoder(spec, rope, layers, embedding, head)
 
     def _layer(self, number: int) -> Layer:
         config, part = self.config, self.part
         name = f"model.layers.{number}"
         head_dim, width = config.head_dim, config.intermediate_size
         attention = Attention(
-            qkv=self._column_parallel(
+            qkv=self._normed_linear(
+                self._norm(f"{name}.input_layernorm"),
                 f"{name}.self_attn",
                 _Rows("q_proj", config.num_heads * head_dim, _scaled(part.heads, head_dim)),
                 _Rows("k_proj", config.num_kv_heads * head_dim, _scaled(part.kv_heads, head_dim)),
                 _Rows("v_proj", config.num_kv_heads * head_dim, _scaled(part.kv_heads, head_dim)),
                 bias=config.qkv_bias,
             ),
-            output=self._row_parallel(
+            output=self._residual_linear(
                 f"{name}.self_attn.o_proj",
                 config.num_heads * head_dim,
                 _scaled(part.heads, head_dim),
@@ -133,39 +135,42 @@ class _Loader:
             window=config.windows[number],
         )
         mlp = GatedMlp(
-            gate_up=self._column_parallel(
+            gate_up=self._normed_linear(
+                self._norm(f"{name}.post_attention_layernorm"),
                 f"{name}.mlp",
                 _Rows("gate_proj", width, part.mlp),
                 _Rows("up_proj", width, part.mlp),
                 bias=config.mlp_bias,
+                gated=True,
             ),
-            down=self._row_parallel(f"{name}.mlp.down_proj", width, part.mlp, bias=config.mlp_bias),
+            down=self._residual_linear(
+                f"{name}.mlp.down_proj", width, part.mlp, bias=config.mlp_bias
+            ),
         )
-        return Layer(
-            attention_norm=self._norm(f"{name}.input_layernorm"),
-            attention=attention,
-            mlp_norm=self._norm(f"{name}.post_attention_layernorm"),
-            mlp=mlp,
-        )
+        return Layer(attention, mlp)
 
-    def _column_parallel(self, name: str, *parts: _Rows, bias: bool) -> Linear:
+    def _normed_linear(
+        self, norm: Norm, name: str, *parts: _Rows, bias: bool, gated: bool = False
+    ) -> NormedLinear:
         """One matrix of the given rows of several projections, one below the other."""
         width = self.config.hidden_size
         height = sum(len(rows.taken) for rows in parts)
-        weight_OI = self._empty(height, width)
+        weight_OE = self._empty(height, width)
         bias_O = self._empty(height) if bias else None
         start = 0
         for rows in parts:
             place = slice(start, start + len(rows.taken))
             where = (_as_slice(rows.taken),)
             projection = f"{name}.{rows.projection}"
-            self._fill(weight_OI[place], f"{projection}.weight", (rows.total, width), where)
+            self._fill(weight_OE[place], f"{projection}.weight", (rows.total, width), where)
             if bias_O is not None:
                 self._fill(bias_O[place], f"{projection}.bias", (rows.total,), where)
             start = place.stop
-        return self._count(make_linear(weight_OI, bias_O))
+        return self._count(make_normed_linear(norm, weight_OE, bias_O, gated=gated))
 
-    def _row_parallel(self, name: str, total: int, columns: range, *, bias: bool) -> RowParallel:
+    def _residual_linear(
+        self, name: str, total: int, columns: range, *, bias: bool
+    ) -> ResidualLinear:
         height = self.config.hidden_size
         weight_OI = self._empty(height, len(columns))
         where = (slice(None), _as_slice(columns))
@@ -174,22 +179,23 @@ class _Loader:
         if bias and self.comm.rank == 0:
             bias_O = self._empty(height)
             self._fill(bias_O, f"{name}.bias", (height,))
-        return self._count(RowParallel(make_linear(weight_OI, bias_O), self.comm))
+        return self._count(make_residual_linear(weight_OI, bias_O, self.comm))
 
     def _embedding(self) -> VocabEmbedding:
         weight_VE = self._vocab_rows("model.embed_tokens.weight")
         return self._count(VocabEmbedding(weight_VE, self.part.vocab.start, self.comm))
 
     def _head(self, embedding: VocabEmbedding | None) -> VocabHead:
-        """A tied head shares the embedding's memory unless it gets packed."""
-        if not self.config.tied_embeddings:
-            linear = make_linear(self._vocab_rows("lm_head.weight"))
-        elif embedding is None:
-            linear = make_linear(self._vocab_rows("model.embed_tokens.weight"))
+        """A tied head shares the embedding's memory unless its linear keeps a copy."""
+        norm = self._norm("model.norm")
+        tied = self.config.tied_embeddings
+        if tied and embedding is not None:
+            linear = make_normed_linear(norm, embedding.weight_VE)
+            shared_bytes = embedding.weight_bytes if linear.shares_weight else 0
+            self.weight_bytes += linear.weight_bytes - shared_bytes
         else:
-            linear = make_linear(embedding.weight_VE)
-        if not (embedding is not None and self.config.tied_embeddings and linear.shares_weight):
-            self._count(linear)
+            name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+            linear = self._count(make_normed_linear(norm, self._vocab_rows(name)))
         return VocabHead(linear, self.config.vocab_size, self.comm)
 
     def _vocab_rows(self, name: str) -> Tensor:
@@ -204,12 +210,11 @@ class _Loader:
     def _norm(self, name: str) -> Norm:
         weight_E = self._empty(self.config.hidden_size)
         self._fill(weight_E, f"{name}.weight", (self.config.hidden_size,))
-        self.weight_bytes += weight_E.nbytes
         return Norm(weight_E, self.config.rms_norm_eps)
 
     def _head_norm(self, name: str) -> HeadNorm:
         head_dim, num_heads = self.config.head_dim, len(self.part.heads)
-        weight_ND = self._empty(num_heads + len(self.part.kv_heads), head_dim)
+        weight_ND = self._empty(num_heads + len(self.part.kv_heads), head_dim).float()
         self._fill(weight_ND[:num_heads], f"{name}.q_norm.weight", (head_dim,))
         self._fill(weight_ND[num_heads:], f"{name}.k_norm.weight", (head_dim,))
         self.weight_bytes += weight_ND.nbytes

@@ -5,11 +5,14 @@ Shape letters as in `worker.models.base`; N = H + G, the query and KV heads side
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from worker.models.config import RopeConfig
+from worker.models.cpu_kernels import InPlaceRotation, has_kernel
+from worker.models.norms import HeadNorm
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -53,21 +56,29 @@ def _yarn(rope: RopeConfig, frequencies: Tensor, head_dim: int) -> Tensor:
     return torch.lerp(frequencies, frequencies / rope.factor, slowed.clamp(0.0, 1.0))
 
 
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """Cosines and signed sines of a batch's positions, shared by all layers of a step."""
+class Rotation(Protocol):
+    """Turns the heads of one batch by its positions; the same for all layers of a step."""
 
+    def __call__(self, x_tND: Tensor, norm: HeadNorm | None) -> Tensor:
+        """The rotated heads, normalized before that; may be written over `x_tND`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TorchRotation:
     cos_t1D: Tensor
     sin_t1D: Tensor
-    """The first half negated, so that rotating half a head by D/2 needs no negation."""
+    """The first half negated, so that rolling a head by D/2 needs no negation."""
 
-    def __call__(self, x_tND: Tensor) -> Tensor:
-        rolled = torch.roll(x_tND, x_tND.shape[-1] // 2, -1)
-        return torch.addcmul(x_tND * self.cos_t1D, rolled, self.sin_t1D)
+    def __call__(self, x_tND: Tensor, norm: HeadNorm | None) -> Tensor:
+        if norm is not None:
+            x_tND = norm(x_tND)
+        rolled_tND = torch.roll(x_tND, x_tND.shape[-1] // 2, -1)
+        return torch.addcmul(x_tND * self.cos_t1D, rolled_tND, self.sin_t1D)
 
 
 class Rope:
-    """Makes the rotation of a batch from its positions; computed in float32 in every dtype."""
+    """Makes the rotation of a batch from its positions; angles are float32 in every dtype."""
 
     def __init__(
         self, rope: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -75,11 +86,14 @@ class Rope:
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
         self._scale = rope.attention_factor
         self._dtype = dtype
+        self._in_place = device.type == "cpu" and has_kernel("rotary")
 
     def __call__(self, position_ids_t: Tensor) -> Rotation:
         angles = position_ids_t[:, None].float() * self._frequencies
-        cos = (angles.cos() * self._scale).to(self._dtype)
-        sin = (angles.sin() * self._scale).to(self._dtype)
-        return Rotation(
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        if self._in_place:
+            return InPlaceRotation(cos, sin)
+        cos, sin = cos.to(self._dtype), sin.to(self._dtype)
+        return TorchRotation(
             torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
         )

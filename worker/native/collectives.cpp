@@ -96,6 +96,7 @@ struct Channel {
 
   // Begin the next operation: nobody reads this rank's slot any more.
   Status begin() {
+    if (aborted.load() || header->abort.load()) return kAborted;
     ++operation;
     if (operation < 2) return kDone;
     for (int of = 0; of < size; ++of)

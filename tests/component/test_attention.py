@@ -1,0 +1,203 @@
+"""One conformance suite for every attention backend, against the definition in float64."""
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+
+from tests.support.attention import Case, Piece, make_case
+from worker.attention.base import AttentionBackend, AttentionRule
+from worker.attention.cpu import CpuAttention
+from worker.attention.reference import ReferenceAttention
+from worker.kv_cache import FP8
+
+BACKENDS = ["reference", "cpu"]
+
+
+@cache
+def backend_named(name: str) -> AttentionBackend:
+    return {"reference": ReferenceAttention, "cpu": CpuAttention}[name]()
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    return backend_named(request.param)
+
+
+# Of values of order 1, as the output is rounded: float32 keeps 24 bits, float16 11, bfloat16 8.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+MIXED = (
+    Piece(1, 1),
+    Piece(5, 5),
+    Piece(16, 16),
+    Piece(17, 1),
+    Piece(33, 2),
+    Piece(300, 1),
+    Piece(140, 60),
+    Piece(48, 16),
+    Piece(700, 1),
+)
+
+
+def check(backend: AttentionBackend, case: Case, rule: AttentionRule | None = None) -> None:
+    rule = rule or AttentionRule(case.q_tHD.shape[-1] ** -0.5)
+    expected = case.expected(rule)
+    found = backend.attend(case.q_tHD, case.k_tGD, case.v_tGD, case.cache, case.batch, rule)
+    assert found.dtype == case.q_tHD.dtype
+    assert found.shape == case.q_tHD.shape
+    difference = (found.cpu().double() - expected).abs().max()
+    assert difference <= TOLERANCE[found.dtype], float(difference)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 2), (8, 1)], ids=str)
+def test_group_sizes(backend: AttentionBackend, heads: tuple[int, int]) -> None:
+    check(backend, make_case(MIXED, num_heads=heads[0], num_kv_heads=heads[1], head_dim=64))
+
+
+@pytest.mark.parametrize("head_dim", [8, 20, 48, 64, 80, 128, 256])
+def test_head_dimensions(backend: AttentionBackend, head_dim: int) -> None:
+    check(backend, make_case(MIXED, num_heads=3, num_kv_heads=1, head_dim=head_dim))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, FP8),
+        (torch.bfloat16, FP8),
+        (torch.float16, FP8),
+    ],
+    ids=str,
+)
+def test_dtypes_of_model_and_cache(
+    backend: AttentionBackend, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
+    case = make_case(
+        MIXED, num_heads=6, num_kv_heads=2, head_dim=32, dtype=dtype, cache_dtype=cache_dtype
+    )
+    check(backend, case)
+
+
+def test_scales_of_fp8(backend: AttentionBackend) -> None:
+    """Values that fp8 alone could not hold: K up to about 4 x 150, V down to 4 / 500."""
+    case = make_case(
+        MIXED,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=32,
+        cache_dtype=FP8,
+        scales=(2.0, 0.002),
+    )
+    case.k_tGD = case.k_tGD * 150
+    case.v_tGD = case.v_tGD / 500
+    check(backend, case, AttentionRule(32**-0.5 / 150))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 32, 100])
+def test_block_sizes(backend: AttentionBackend, block_size: int) -> None:
+    check(
+        backend,
+        make_case(MIXED, num_heads=4, num_kv_heads=2, head_dim=32, block_size=block_size),
+    )
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 100, 5000])
+def test_sliding_windows(backend: AttentionBackend, window: int) -> None:
+    case = make_case(MIXED, num_heads=4, num_kv_heads=2, head_dim=32)
+    check(backend, case, AttentionRule(32**-0.5, window=window))
+
+
+def test_softcap_and_scale(backend: AttentionBackend) -> None:
+    case = make_case(MIXED, num_heads=4, num_kv_heads=2, head_dim=32)
+    check(backend, case, AttentionRule(0.7, softcap=3.0))
+    check(backend, case, AttentionRule(0.7, window=9, softcap=50.0))
+
+
+def test_a_prefix_that_another_sequence_writes_in_the_same_plan(backend: AttentionBackend) -> None:
+    """Two identical prompts admitted in one step: the second reads what the first one writes."""
+    first = Piece(37, 37)
+    case = make_case([first, Piece(37, 5)], num_heads=4, num_kv_heads=2, head_dim=32, seed=3)
+    # The second table begins with the first's two full blocks, which are not computed yet.
+    case.tables[1][:2] = case.tables[0][:2]
+    case.batch.block_ids_sb[1, :2] = case.tables[0][:2]
+    check(backend, case)
+
+
+@pytest.mark.parametrize("num_queries", [1, 3, 50])
+def test_the_result_is_the_same_alone_and_in_a_batch(
+    backend: AttentionBackend, num_queries: int
+) -> None:
+    pieces = [Piece(1300, num_queries), *MIXED]
+    case = make_case(pieces, num_heads=6, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    rule = AttentionRule(64**-0.5)
+    batch = backend.attend(case.q_tHD, case.k_tGD, case.v_tGD, case.cache, case.batch, rule)
+    alone = make_case(pieces, num_heads=6, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    part = slice(0, num_queries)
+    alone.batch = type(alone.batch)(
+        alone.batch.query_start_s1[:2],
+        alone.batch.kv_len_s[:1],
+        alone.batch.block_ids_sb[:1],
+        alone.batch.slot_t[part],
+        num_queries,
+        1300,
+    )
+    found = backend.attend(
+        alone.q_tHD[part], alone.k_tGD[part], alone.v_tGD[part], alone.cache, alone.batch, rule
+    )
+    assert torch.equal(found, batch[part])
+
+
+def test_threads_do_not_change_the_bits() -> None:
+    backend = backend_named("cpu")
+    results = []
+    for num_threads in (1, 2, 3):
+        case = make_case(MIXED, num_heads=6, num_kv_heads=2, head_dim=64)
+        torch.set_num_threads(num_threads)
+        try:
+            results.append(
+                backend.attend(
+                    case.q_tHD, case.k_tGD, case.v_tGD, case.cache, case.batch, AttentionRule(0.125)
+                )
+            )
+        finally:
+            torch.set_num_threads(1)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_only_the_new_slots_are_written(backend: AttentionBackend) -> None:
+    case = make_case(MIXED, num_heads=4, num_kv_heads=2, head_dim=32)
+    before = case.cache.k_NBGD.clone(), case.cache.v_NBGD.clone()
+    check(backend, case)
+    for pages, old, new in zip(
+        (case.cache.k_NBGD, case.cache.v_NBGD), before, (case.k_tGD, case.v_tGD), strict=True
+    ):
+        old.flatten(0, 1)[case.batch.slot_t] = new
+        assert torch.equal(pages, old)
+
+
+LENGTHS = (1, 2, 15, 16, 17, 127, 128, 129, 511, 512, 513, 1000, 2000)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("window", [None, 60])
+def test_every_length_and_chunk(
+    backend: AttentionBackend, dtype: torch.dtype, group: int, window: int | None
+) -> None:
+    """Lengths around block, chunk and span edges, ending in chunks on and off those edges."""
+    pieces = [
+        Piece(length, min(length, chunk))
+        for length, chunk in itertools.product(LENGTHS, (1, 7, 16))
+    ]
+    case = make_case(
+        pieces, num_heads=2 * group, num_kv_heads=2, head_dim=32, dtype=dtype, seed=group
+    )
+    check(backend, case, AttentionRule(32**-0.5, window=window))

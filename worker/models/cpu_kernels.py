@@ -1,0 +1,177 @@
+"""The parts of a decoder that our own CPU kernels compute, `worker/native/{linear,rotary}.cpp`.
+
+Shape letters: t rows, I input width, O output width; N heads, D head dimension.
+"""
+
+import ctypes
+import logging
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from worker.errors import BackendUnavailableError
+from worker.models.norms import HeadNorm
+from worker.native import load
+
+_log = logging.getLogger(__name__)
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class _LinearArgs(ctypes.Structure):
+    """`Args` of linear.cpp, field by field."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "packed", "residual", "bias", "norm_weight", "y")),
+        *((name, c_int64) for name in ("x_stride", "residual_stride", "y_stride")),
+        *((name, c_int64) for name in ("rows", "in_width", "out_width")),
+        ("epsilon", c_float),
+        *((name, c_int32) for name in ("dtype", "gated", "num_threads")),
+    )
+
+
+class _RotaryArgs(ctypes.Structure):
+    """`Args` of rotary.cpp, field by field."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "cosines", "sines", "norm_weight")),
+        *((name, c_int64) for name in ("x_stride", "tokens")),
+        ("epsilon", c_float),
+        *((name, c_int32) for name in ("heads", "head_dim", "dtype", "num_threads")),
+    )
+
+
+@cache
+def has_kernel(name: str) -> bool:
+    """Whether `name` can be built here; says so once where it cannot."""
+    try:
+        load(name)
+    except BackendUnavailableError as error:
+        _log.warning("The model runs in plain torch, several times slower on this CPU: %s", error)
+        return False
+    return True
+
+
+@cache
+def _linear_library() -> Any:
+    library = load("linear")
+    library.linear.argtypes = [ctypes.POINTER(_LinearArgs)]
+    library.linear.restype = None
+    return library
+
+
+@cache
+def _rotary_library() -> Any:
+    library = load("rotary")
+    library.rotate.argtypes = [ctypes.POINTER(_RotaryArgs)]
+    library.rotate.restype = None
+    return library
+
+
+class PackedLinear:
+    """y = f(norm(x) W^T + bias); f is nothing, silu(gate) * up, or an added residual.
+
+    The norm before and what follows a product cost no pass over the activations of their own.
+    A row's result does not depend on the other rows of its batch. Holds a reordered copy of
+    the weights; the caller drops the original. Needs `has_kernel("linear")`.
+    """
+
+    shares_weight = False
+
+    def __init__(
+        self,
+        weight_OI: Tensor,
+        bias_O: Tensor | None = None,
+        *,
+        norm_weight_I: Tensor | None = None,
+        epsilon: float = 0.0,
+        gated: bool = False,
+    ) -> None:
+        """With `gated`, the first half of W gives the gate and the second what it gates."""
+        self._run = _linear_library().linear
+        columns = _linear_library().packed_columns()
+        self._packed_bIC = _pack(weight_OI, columns, gated).transpose(1, 2).contiguous()
+        # The kernel reads these vectors in float32 whatever the dtype of the weights.
+        self._bias = None if bias_O is None else _pack(bias_O, columns, gated).float().flatten()
+        self._norm_weight_I = None if norm_weight_I is None else norm_weight_I.float()
+        self._epsilon = epsilon
+        self._gated = gated
+        self._out_width = weight_OI.shape[0] // (2 if gated else 1)
+        self.weight_bytes = sum(
+            vector.nbytes
+            for vector in (self._packed_bIC, self._bias, self._norm_weight_I)
+            if vector is not None
+        )
+
+    def __call__(self, x_tI: Tensor, residual_tO: Tensor | None = None) -> Tensor:
+        """Both inputs have the dtype of the weights, and no gaps within a row."""
+        assert x_tI.dtype == self._packed_bIC.dtype, f"{x_tI.dtype} times {self._packed_bIC.dtype}"
+        assert x_tI.shape[1] == self._packed_bIC.shape[1]
+        y_tO = torch.empty((x_tI.shape[0], self._out_width), dtype=x_tI.dtype)
+        args = _LinearArgs(
+            x_tI.data_ptr(),
+            self._packed_bIC.data_ptr(),
+            None if residual_tO is None else residual_tO.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            None if self._norm_weight_I is None else self._norm_weight_I.data_ptr(),
+            y_tO.data_ptr(),
+            x_tI.stride(0),
+            0 if residual_tO is None else residual_tO.stride(0),
+            self._out_width,
+            x_tI.shape[0],
+            self._packed_bIC.shape[1],
+            self._out_width,
+            self._epsilon,
+            _DTYPES[self._packed_bIC.dtype],
+            self._gated,
+            torch.get_num_threads(),
+        )
+        self._run(ctypes.byref(args))
+        return y_tO
+
+
+def _pack(rows: Tensor, columns: int, gated: bool) -> Tensor:
+    """Blocks of `columns` rows, the last filled up with zeros: [blocks, columns, ...].
+
+    Gated, a block is half gates and half what they gate.
+    """
+    if gated:
+        halves = [_pack(half, columns // 2, gated=False) for half in rows.chunk(2)]
+        return torch.cat(halves, 1)
+    missing = -len(rows) % columns
+    padded = F.pad(rows, (*(0, 0) * (rows.ndim - 1), 0, missing))
+    return padded.unflatten(0, (-1, columns))
+
+
+class InPlaceRotation:
+    """Implements `worker.models.rope.Rotation`, writing over its input."""
+
+    def __init__(self, cosines_tP: Tensor, sines_tP: Tensor) -> None:
+        """float32, one column per rotated plane: P = D / 2."""
+        self._run = _rotary_library().rotate
+        self._cosines_tP = cosines_tP
+        self._sines_tP = sines_tP
+
+    def __call__(self, x_tND: Tensor, norm: HeadNorm | None) -> Tensor:
+        """Heads lie side by side; tokens may be further apart."""
+        num_tokens, num_heads, head_dim = x_tND.shape
+        assert self._cosines_tP.shape == (num_tokens, head_dim // 2)
+        args = _RotaryArgs(
+            x_tND.data_ptr(),
+            self._cosines_tP.data_ptr(),
+            self._sines_tP.data_ptr(),
+            None if norm is None else norm.weight_ND.data_ptr(),
+            x_tND.stride(0),
+            num_tokens,
+            0.0 if norm is None else norm.epsilon,
+            num_heads,
+            head_dim,
+            _DTYPES[x_tND.dtype],
+            torch.get_num_threads(),
+        )
+        self._run(ctypes.byref(args))
+        return x_tND
