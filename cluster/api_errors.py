@@ -149,6 +149,8 @@ def _problem(kind: str, detail: Mapping[str, Any]) -> str:
             return f"may have at most {context['max_length']} {what}"
         case "too_short" | "string_too_short":
             return "must not be empty"
+        case "string_unicode" | "not_unicode":
+            return "holds half of a surrogate pair, which is no text"
         case "finite_number":
             return "must be a finite number"
         case "literal_error":

@@ -59,17 +59,16 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"chat_template_kwargs may not set {', '.join(taken)}: the server does."
             )
+        own = {
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(
-                self._special_tokens
-                | dict(variables or {})
-                | {
-                    "messages": messages,
-                    "tools": None,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
+            prompt = self._template.render(self._special_tokens | dict(variables or {}) | own)
+            prompt.encode()  # half of a surrogate pair is no text
+            return prompt
         except Exception as error:
             # A template is a program whose input is the client's: all it stumbles over, in
             # whatever way, are these messages.

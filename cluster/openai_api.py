@@ -6,14 +6,15 @@ its context length) is checked by `cluster.sampling`.
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 MAX_CHOICES = 128
 MAX_SEQUENCES = 256
 MAX_STOPS = 4
 MAX_MESSAGES = 1024
 MAX_PROMPT_BYTES = 4 << 20
-MAX_SALT_CHARACTERS = 128
+MAX_SHORT_CHARACTERS = 128
 
 
 class ApiModel(BaseModel):
@@ -22,6 +23,21 @@ class ApiModel(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=()
     )
+
+
+def _unicode(text: str) -> str:
+    """JSON can spell half of a surrogate pair, which is no text and cannot be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("not_unicode", "no text") from None
+    return text
+
+
+Text: TypeAlias = Annotated[str, AfterValidator(_unicode)]
+ShortText: TypeAlias = Annotated[
+    str, Field(max_length=MAX_SHORT_CHARACTERS), AfterValidator(_unicode)
+]
 
 
 def _list_kind(value: object, of_text: str, otherwise: str) -> str:
@@ -39,14 +55,14 @@ def _prompt_kind(value: object) -> str:
 
 TokenIds: TypeAlias = Annotated[list[int], Field(min_length=1)]
 Prompt: TypeAlias = Annotated[
-    Annotated[str, Tag("#text")]
-    | Annotated[list[str], Field(min_length=1), Tag("#texts")]
+    Annotated[Text, Tag("#text")]
+    | Annotated[list[Text], Field(min_length=1), Tag("#texts")]
     | Annotated[TokenIds, Tag("#token ids")]
     | Annotated[list[TokenIds], Field(min_length=1), Tag("#token id lists")],
     Discriminator(_prompt_kind),
 ]
 
-StopText: TypeAlias = Annotated[str, Field(min_length=1)]
+StopText: TypeAlias = Annotated[Text, Field(min_length=1)]
 Stop: TypeAlias = Annotated[
     Annotated[StopText, Tag("#text")]
     | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("#texts")],
@@ -64,10 +80,10 @@ class StreamOptions(ApiModel):
 class GenerationRequest(ApiModel):
     """What both endpoints share."""
 
-    model: str | None = None
+    model: Text | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    user: Text | None = None
 
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=1)
@@ -91,7 +107,7 @@ class GenerationRequest(ApiModel):
     allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
     priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31)
     """Smaller is more urgent."""
-    cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARACTERS)
+    cache_salt: ShortText | None = None
     """Requests find each other's cached prefixes only under the same salt."""
 
     best_of: Any = None
@@ -117,8 +133,8 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(ApiModel):
-    type: str
-    text: str | None = None
+    type: Text
+    text: Text | None = None
 
 
 def _content_kind(value: object) -> str:
@@ -130,10 +146,10 @@ class ChatMessage(ApiModel):
 
     model_config = ConfigDict(extra="allow")
 
-    role: str = Field(min_length=1, max_length=64)
+    role: ShortText
     content: (
         Annotated[
-            Annotated[str, Tag("#text")] | Annotated[list[TextPart], Tag("#parts")],
+            Annotated[Text, Tag("#text")] | Annotated[list[TextPart], Tag("#parts")],
             Discriminator(_content_kind),
         ]
         | None

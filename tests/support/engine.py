@@ -164,12 +164,12 @@ class ParrotLink:
         return StepResult(plan.epoch, plan.step_id, tuple(outputs))
 
     def _sample(self, seq: SeqRef, sequence: _Sequence) -> SeqOutput:
-        if self.fail_with is not None:
-            return SeqOutput(seq, (), error=self.fail_with)
         num_output = len(sequence.token_ids) - sequence.opened.num_prompt_tokens
         sampling = sequence.opened.sampling
         token_id = self.parrot.next_token(sequence.lines, num_output, sampling)
         sequence.token_ids.append(token_id)
+        if self.fail_with is not None:
+            return SeqOutput(seq, (), error=self.fail_with)
         return SeqOutput(seq, (token_id,))
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -42,8 +43,23 @@ class HttpServer:
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return token_ids
 
-    def held_blocks(self) -> int:
-        return self.run(self.engine.held_blocks)
+    def wait_idle(self, timeout_seconds: float = 2.0) -> None:
+        """Returns when no request is alive anywhere; raises AssertionError if one stays."""
+        deadline_seconds = time.monotonic() + timeout_seconds
+        while (left := self.run(self._left)) and time.monotonic() < deadline_seconds:
+            time.sleep(0.01)
+        assert not left, f"still there after {timeout_seconds} s: {left}"
+
+    async def _left(self) -> dict[str, int]:
+        status = await self.engine.actor.status()
+        assert status.counters is not None
+        counts = {
+            "held blocks": status.counters.held_blocks,
+            "running": status.info.running_requests,
+            "waiting": status.info.waiting_requests,
+            "streams": self.engine.client.num_streams,
+        }
+        return {what: count for what, count in counts.items() if count}
 
 
 @contextmanager
