@@ -15,6 +15,8 @@ from cluster.errors import CommandError
 from cluster.pull_command import pull
 from cluster.serve_command import serve
 from cluster.simulation_command import simulate
+from cluster.status_command import status
+from cluster.stop_command import stop
 from configs import ConfigError
 
 
@@ -40,6 +42,8 @@ def _app() -> typer.Typer:
     )
     app.callback()(_root)
     app.command()(serve)
+    app.command()(status)
+    app.command()(stop)
     app.command()(pull)
     app.command()(simulate)
     app.command()(config)

@@ -20,7 +20,8 @@ from cluster.engine_spec import EngineSpec
 from cluster.errors import EngineStartError
 from cluster.link_choice import offer_link
 from cluster.placement import Placement, choose_device, reserve
-from cluster.processes import Place, SchedulerProcess, WorkerProcess, place_here
+from cluster.processes import SchedulerProcess, WorkerProcess, place_here
+from cluster.supervisor_view import Place
 from configs import Device, ResolvedConfig, resolve
 from configs.ranks import world_size
 from scheduler.actor import GroupSize

@@ -10,7 +10,8 @@ import ray
 from cluster.engine_client import EngineClient
 from cluster.engine_spec import EngineSpec
 from cluster.errors import EngineBusyError, EngineLostError
-from cluster.supervisor import EngineView, supervisor_of
+from cluster.supervisor import supervisor_of
+from cluster.supervisor_view import EngineView
 from scheduler.errors import CacheInUseError
 from scheduler.messages import (
     EndRequest,

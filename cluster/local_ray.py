@@ -10,6 +10,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import platformdirs
+
 from cluster.errors import CommandError
 
 _OBJECT_STORE_BYTES = 256 << 20
@@ -26,14 +28,17 @@ _ENVIRONMENT = {
 }
 
 
+AUTO = "auto"
+"""Stands for the address of the cluster on this machine."""
+
+
 @contextlib.contextmanager
 def own_cluster() -> Iterator[None]:
     """Ray for this process and its children, on the loopback interface; nothing of it is left.
 
     When this process dies in whatever way, the kernel ends Ray's processes too.
     """
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    _set_environment()
     import ray
 
     context = ray.init(
@@ -44,9 +49,13 @@ def own_cluster() -> Iterator[None]:
         object_store_memory=_OBJECT_STORE_BYTES,
     )
     session_dir = Path(context.address_info["session_dir"])
+    note = _notes_folder() / str(os.getpid())
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(context.address_info["gcs_address"])
     try:
         yield
     finally:
+        note.unlink(missing_ok=True)
         ray.shutdown()
         _remove_session(session_dir)
 
@@ -54,6 +63,9 @@ def own_cluster() -> Iterator[None]:
 @contextlib.contextmanager
 def joined_cluster(address: str) -> Iterator[None]:
     """A connection to the Ray cluster at `address`. Raises CommandError if there is none."""
+    if address in _noted_clusters():
+        # It listens on the loopback interface, where Ray would not look for it by itself.
+        _set_environment()
     import ray
 
     try:
@@ -67,6 +79,41 @@ def joined_cluster(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _set_environment() -> None:
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def _notes_folder() -> Path:
+    """Where each running command that has a cluster of its own notes its address."""
+    return platformdirs.user_state_path("palimpsest") / "clusters"
+
+
+def _noted_clusters() -> list[str]:
+    """Addresses of the clusters whose commands are alive, the oldest first."""
+    folder = _notes_folder()
+    notes = (
+        sorted(folder.iterdir(), key=lambda note: note.stat().st_mtime) if folder.is_dir() else []
+    )
+    return [note.read_text() for note in notes if _is_alive(int(note.name))]
+
+
+def _is_alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def clusters_at(address: str) -> list[str]:
+    """The addresses that `address` stands for: with `AUTO` all clusters that commands of this
+    user have started on this machine, if there are any."""
+    return (_noted_clusters() if address == AUTO else []) or [address]
 
 
 def check_port_is_free(host: str, port: int) -> None:

@@ -4,10 +4,10 @@ import logging
 import os
 import pkgutil
 import sys
-from dataclasses import dataclass
 
 import ray
 
+from cluster.supervisor_view import Place
 from configs import Device, ResolvedConfig
 from scheduler.actor import SchedulerActor
 from worker.actor import WorkerActor
@@ -15,16 +15,6 @@ from worker.actor import WorkerActor
 # The step loop shares its process with an event loop. It wants the interpreter back sooner than
 # after Python's 5 ms.
 _SWITCH_INTERVAL_SECONDS = 0.0005
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a process runs."""
-
-    node_id: str
-    host: str
-    """The address of the machine that other machines reach it under."""
-    process_id: int
 
 
 def place_here() -> Place:

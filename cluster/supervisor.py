@@ -9,16 +9,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from cluster.engine import Engine
 from cluster.engine_spec import EngineSpec
-from cluster.processes import Place, set_up_logging
+from cluster.processes import set_up_logging
+from cluster.supervisor_view import AppStatus, EngineView, Place
 from scheduler.messages import EngineInfo, EngineState
-from scheduler.status import SchedulerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -29,33 +28,6 @@ LOOK_SECONDS = 5.0
 """How long a look waits for something to change."""
 LEASE_SECONDS = 60.0
 _TICK_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineView:
-    """The engine as the supervisor shows it."""
-
-    version: int
-    """Rises with every change of the rest."""
-    fingerprint: str
-    """Of the configuration that holds; another one than yours means that you were replaced."""
-    info: EngineInfo
-    scheduler: Any
-    """The scheduler actor once requests may go there, else None."""
-
-
-@dataclass(frozen=True, slots=True)
-class AppStatus:
-    """For people: what runs, and where."""
-
-    app: str
-    info: EngineInfo
-    num_replicas: int
-    """Ingress replicas that hold the lease."""
-    scheduler_place: Place | None
-    places: tuple[Place, ...]
-    """Of all ranks, in their order."""
-    scheduler: SchedulerStatus | None
 
 
 class Supervisor:
@@ -127,7 +99,8 @@ class Supervisor:
                 scheduler_place, places = await engine.places()
         return AppStatus(
             app=self._app,
-            info=self._info,
+            model=self._spec.config.model.model if self._spec is not None else "no model",
+            info=self._info if scheduler is None else scheduler.info,
             num_replicas=len(self._seen_seconds),
             scheduler_place=scheduler_place,
             places=tuple(places),

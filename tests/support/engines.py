@@ -11,7 +11,8 @@ import ray
 from cluster.engine_calls import connect
 from cluster.engine_client import EngineClient
 from cluster.engine_spec import EngineSpec
-from cluster.supervisor import AppStatus, existing_supervisors
+from cluster.supervisor import existing_supervisors
+from cluster.supervisor_view import AppStatus
 from configs import load
 from scheduler.messages import (
     Accepted,
