@@ -8,6 +8,7 @@ ending the application, also a killed machine, ends the engine too.
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from typing import Any
 
@@ -87,6 +88,9 @@ class Supervisor:
                 self._num_looking -= 1
                 self._see(client_id)
         return self._view()
+
+    async def process_id(self) -> int:
+        return os.getpid()
 
     async def status(self) -> AppStatus:
         engine = self._engine
