@@ -54,7 +54,7 @@ def _digest(salt: bytes, key: str) -> bytes:
 
 class Guard:
     """Wraps the application. Whatever happens inside, the answer has a request id and errors
-    have a body."""
+    have a body. `scope["api_key"]` is the number of the client's key, or None."""
 
     def __init__(self, app: ASGIApp, api_keys: KeyDigests, *, sends_request_id: bool) -> None:
         """Without keys every request is let in."""
@@ -70,7 +70,7 @@ class Guard:
         request_id = _request_id(headers.get("x-request-id"))
         answer = _Answer(send, request_id if self._sends_request_id else None)
         try:
-            self._check_key(scope["path"], headers)
+            scope["api_key"] = self._key_of(scope["path"], headers)
             _check_length(headers)
             await self._app(scope, _Body(receive), answer)
         except ApiError as error:
@@ -79,15 +79,18 @@ class Guard:
             logger.exception("request %s failed", request_id)
             await answer.error(InternalError("The server made a mistake; its log tells more."))
 
-    def _check_key(self, path: str, headers: Headers) -> None:
+    def _key_of(self, path: str, headers: Headers) -> int | None:
+        """The number of the key, None where none is needed; raises AuthenticationError."""
         if not self._api_keys or path in OPEN_PATHS:
-            return
+            return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or self._api_keys.match(key.strip()) is None:
+        number = self._api_keys.match(key.strip()) if scheme.lower() == "bearer" else None
+        if number is None:
             raise AuthenticationError(
                 "This server needs an API key: send the header Authorization: Bearer KEY.",
                 code="invalid_api_key",
             )
+        return number
 
 
 class _Answer:

@@ -20,6 +20,7 @@ from cluster.api_errors import (
 from cluster.choice import Choice, Piece
 from cluster.engine_client import EngineClient
 from cluster.errors import EngineUnavailableError
+from cluster.queue_share import Place
 from scheduler.messages import (
     TOKEN_BYTES,
     Accepted,
@@ -53,6 +54,8 @@ class Generation:
         self._messages = messages
         self._choices = choices
         self._max_queue_seconds = max_queue_seconds
+        self.place: Place | None = None
+        """In the share that its API key has of the queue; left with the first token."""
         self._queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         self._readers: list[asyncio.Task[None]] = []
         self._live: set[str] = set()
@@ -106,17 +109,23 @@ class Generation:
             while not self._queue.empty():
                 pieces.append(await self._next_piece())
             has_begun = True
+            self._leave_queue()
             num_open -= sum(piece.finish is not None for piece in pieces)
             yield pieces
 
     async def end(self, reason: EndReason = EndReason.ABORT) -> None:
         """End whatever has not ended by itself, and wait until the engine was told."""
+        self._leave_queue()
         for reader in self._readers:
             reader.cancel()
         await asyncio.gather(
             *(self._engine.end(EndRequest(request_id, reason)) for request_id in self._live)
         )
         self._live.clear()
+
+    def _leave_queue(self) -> None:
+        if self.place is not None:
+            self.place.leave()
 
     async def _next_piece(self) -> Piece:
         """Raises ApiError for a piece that is an error."""

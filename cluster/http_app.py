@@ -33,6 +33,7 @@ from cluster.openai_api import (
     CompletionRequest,
     Endpoint,
 )
+from cluster.queue_share import QueueShare
 from scheduler.messages import EngineState
 
 logger = logging.getLogger(__name__)
@@ -49,22 +50,27 @@ class HttpSettings:
     """Off behind a proxy that adds the header `x-request-id` itself, as Ray Serve's does."""
     keep_alive_seconds: float = 10.0
     """After so long without news a stream says that it is still there."""
+    max_waiting_requests: int = 2048
+    max_waiting_tokens: int = 4_000_000
+    """Of the whole queue; with several keys each may have half of it."""
 
 
 def build_http_app(frontend: Frontend, settings: HttpSettings) -> ASGIApp:
     """The application of one replica."""
     app = FastAPI(title="Palimpsest", version=version("palimpsest"))
+    share = QueueShare(settings.max_waiting_requests // 2, settings.max_waiting_tokens // 2)
+    endpoints = _Endpoints(frontend, settings, share)
     _add_error_handlers(app)
     _add_probes(app, frontend)
     _add_models(app, frontend)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await _answer(frontend, settings, "completions", body, request)
+        return await endpoints.answer("completions", body, request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
-        return await _answer(frontend, settings, "chat", body, request)
+        return await endpoints.answer("chat", body, request)
 
     return Guard(app, settings.api_keys, sends_request_id=settings.sends_request_id)
 
@@ -79,31 +85,41 @@ class _Answering:
     writer: AnswerWriter
 
 
-async def _answer(
-    frontend: Frontend,
-    settings: HttpSettings,
-    endpoint: Endpoint,
-    body: ApiRequest,
-    request: Request,
-) -> Response:
-    model = frontend.check_model(body.model)
-    answer_id = f"{'chatcmpl' if endpoint == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
-    generation, usage = await frontend.prepare(body, answer_id)
-    writer = AnswerWriter(endpoint, answer_id, model, int(time.time()), usage)
-    answering = _Answering(generation, usage, writer)
-    try:
-        await while_connected(request, generation.start())
-    except BaseException:
-        await generation.end()
-        raise
-    if body.stream:
-        frames = _frames(answering, body, settings.keep_alive_seconds)
-        return EventStream(frames, generation.end)
-    try:
-        whole = await while_connected(request, _whole(answering, settings.keep_alive_seconds))
-    finally:
-        await generation.end()
-    return Response(whole, media_type="application/json")
+@dataclass(frozen=True, slots=True)
+class _Endpoints:
+    """The two that generate."""
+
+    frontend: Frontend
+    settings: HttpSettings
+    share: QueueShare
+
+    async def answer(self, endpoint: Endpoint, body: ApiRequest, request: Request) -> Response:
+        model = self.frontend.check_model(body.model)
+        answer_id = f"{'chatcmpl' if endpoint == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
+        generation, usage = await self.frontend.prepare(body, answer_id)
+        self._take_place(generation, request)
+        writer = AnswerWriter(endpoint, answer_id, model, int(time.time()), usage)
+        answering = _Answering(generation, usage, writer)
+        try:
+            await while_connected(request, generation.start())
+        except BaseException:
+            await generation.end()
+            raise
+        idle_seconds = self.settings.keep_alive_seconds
+        if body.stream:
+            return EventStream(_frames(answering, body, idle_seconds), generation.end)
+        try:
+            whole = await while_connected(request, _whole(answering, idle_seconds))
+        finally:
+            await generation.end()
+        return Response(whole, media_type="application/json")
+
+    def _take_place(self, generation: Generation, request: Request) -> None:
+        """Raises TooManyRequestsError when the client's key has its share of the queue."""
+        key = request.scope["api_key"]
+        if key is not None and len(self.settings.api_keys.digests) > 1:
+            tokens = generation.num_prompt_tokens
+            generation.place = self.share.enter(key, len(tokens), sum(tokens))
 
 
 async def _whole(answering: _Answering, idle_seconds: float) -> bytes:

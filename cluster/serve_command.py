@@ -13,7 +13,12 @@ import typer
 from cluster.config_command import ConfigFile, Overrides
 from cluster.console import Progress
 from cluster.errors import CommandError
-from cluster.local_ray import check_port_is_free, joined_cluster, own_cluster
+from cluster.local_ray import (
+    check_port_is_free,
+    joined_cluster,
+    own_cluster,
+    start_serve,
+)
 from cluster.probe import Probe, ServerState
 from cluster.welcome import welcome
 from configs import Config, load, resolve
@@ -83,13 +88,14 @@ class _Plan:
 
 
 def _run(plan: _Plan, progress: Progress) -> None:
+    server = plan.config.server
     if plan.address is None:
-        check_port_is_free(plan.config.server.host, plan.config.server.port)
+        check_port_is_free(server.host, server.port)
     _fetch_model(plan.config, progress)
     with contextlib.ExitStack() as stack:
         if plan.address is None:
             with progress.step("Starting Ray"):
-                stack.enter_context(own_cluster())
+                stack.enter_context(own_cluster(server.port))
         else:
             with progress.step(f"Joining the Ray cluster at {plan.address}"):
                 stack.enter_context(joined_cluster(plan.address))
@@ -124,25 +130,21 @@ def _fetch_model(config: Config, progress: Progress) -> None:
 
 def _deploy(plan: _Plan, progress: Progress) -> str:
     """Bring the HTTP side up, while the engine starts already. The URL of the application."""
-    import logging
-
     from ray import serve
 
     from cluster.app import application
     from cluster.engine_spec import EngineSpec
     from cluster.supervisor import supervisor_of
 
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     server = plan.config.server
     with progress.step("Starting Ray Serve"):
         spec = EngineSpec.of(plan.config)
         supervisor_of(plan.app).attach.remote("palimpsest serve", spec)
-        serve.start(http_options={"host": server.host, "port": server.port})
+        host, port = start_serve(server.host, server.port, is_own=plan.address is None)
         serve.run(application(plan.config, spec), name=plan.app, route_prefix=plan.route_prefix)
-    listening = serve.context._get_global_client().http_config
-    host = "127.0.0.1" if listening.host in ("0.0.0.0", "::") else listening.host
+    host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     host = f"[{host}]" if ":" in host else host
-    return f"http://{host}:{listening.port}{plan.route_prefix.rstrip('/')}"
+    return f"http://{host}:{port}{plan.route_prefix.rstrip('/')}"
 
 
 def _wait_ready(probe: Probe, tell: Any) -> None:

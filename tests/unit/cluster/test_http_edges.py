@@ -196,6 +196,34 @@ def test_probes_need_no_key(locked: HttpServer) -> None:
         assert httpx.get(f"{locked.url}{path}").status_code == 200
 
 
+def test_one_key_may_fill_half_of_the_queue() -> None:
+    keys = KeyDigests.of(["first", "second"])
+    settings = HttpSettings(api_keys=keys, max_waiting_requests=8)
+    config = Config(scheduler=SchedulerConfig(max_num_seqs=1, max_waiting_requests=8))
+    with http_server(config, settings=settings, step_seconds=0.02) as server:
+        first, second = (
+            httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {key}"})
+            for key in ("first", "second")
+        )
+        body = {**ENDLESS, "stream": True}
+        with first, second, first.stream("POST", COMPLETIONS, json=body) as running:
+            lines = running.iter_lines()
+            next(lines)  # from here on it waits no more
+            with first.stream("POST", COMPLETIONS, json={**body, "n": 4}) as waiting:
+                assert waiting.status_code == 200
+                answer = first.post(COMPLETIONS, json=body)
+                assert answer.status_code == 429
+                assert "one key may have 4, half of the queue" in answer.text
+                with second.stream("POST", COMPLETIONS, json={**body, "n": 4}) as other:
+                    assert other.status_code == 200
+            deadline = time.monotonic() + 2
+            while server.engine.client.num_streams > 1 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            with first.stream("POST", COMPLETIONS, json={**body, "n": 4}) as again:
+                assert again.status_code == 200
+        server.wait_idle()
+
+
 def test_digests_do_not_contain_the_keys() -> None:
     digests = KeyDigests.of(["a-secret"])
     assert "a-secret" not in repr(digests)
