@@ -143,7 +143,13 @@ class Engine:
         beside_me = NodeAffinitySchedulingStrategy(place_here().node_id, soft=True)
         processes.scheduler = (
             ray.remote(SchedulerProcess)
-            .options(num_cpus=0, max_concurrency=10_000, scheduling_strategy=beside_me)
+            .options(
+                num_cpus=0,
+                max_concurrency=10_000,
+                scheduling_strategy=beside_me,
+                # Ray would note every call of every replica.
+                enable_task_events=False,
+            )
             .remote(config)
         )
         worker = ray.remote(concurrency_groups=_CONCURRENCY_GROUPS)(WorkerProcess)

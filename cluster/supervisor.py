@@ -201,6 +201,7 @@ def supervisor_of(app: str, *, lease_seconds: float = LEASE_SECONDS) -> Any:
             num_cpus=0,
             max_restarts=0,
             max_concurrency=10_000,
+            enable_task_events=False,
         )
         .remote(app, lease_seconds=lease_seconds)
     )

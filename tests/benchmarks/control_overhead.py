@@ -9,24 +9,20 @@ one; its step sleeps, so it takes no core from the scheduler. `--model` measures
 
 import argparse
 import asyncio
-import os
 import time
-from pathlib import Path
 
-from cluster.local_ray import own_cluster
+from cluster.engine_spec import EngineSpec
+from configs import load
+from scheduler.messages import SamplingParams
 from scheduler.status import Spread, Timings
+from tests.support.engines import FAKE_LOADER, client_of, generate, request_of, stop, wait_idle
+from tests.support.ray_cluster import local_ray
 
-REPOSITORY = Path(__file__).parents[2]
 APP = "control-overhead"
 GOAL_MS = 1.5
 
 
 async def measure(overrides: list[str], loader: str, num_streams: int, num_tokens: int) -> None:
-    from cluster.engine_spec import EngineSpec
-    from configs import load
-    from scheduler.messages import SamplingParams
-    from tests.support.engines import client_of, generate, request_of, stop, wait_idle
-
     spec = EngineSpec.of(load(overrides=overrides, environ={}).config, loader=loader)
     async with client_of(APP, spec) as client:
         began = time.monotonic()
@@ -72,11 +68,8 @@ def main() -> None:
     parser.add_argument("--model", help="a real model in place of the fake one")
     parser.add_argument("--set", action="append", default=[], help="as of `palimpsest serve`")
     options = parser.parse_args()
-    os.environ["PYTHONPATH"] = str(REPOSITORY)  # where the workers find the fake model
-    loader = "tests.support.fake_rank:load_fake_rank"
-    if options.model:
-        loader = "worker.member:load_rank"
-    with own_cluster():
+    loader = "worker.member:load_rank" if options.model else FAKE_LOADER
+    with local_ray():
         for steps_in_flight in (1, 2):
             overrides = [
                 f"model.model={options.model or f'fake-{options.step_ms}ms'}",
