@@ -245,7 +245,7 @@ async def _end_workers(processes: _Processes) -> None:
     if processes.runs:
         await asyncio.wait(processes.runs, timeout=_LEAVE_SECONDS)
     for worker in workers:
-        ray.kill(worker)
+        ray.kill(worker)  # no error if it is dead already
     processes.placement.remove()
 
 

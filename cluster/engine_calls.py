@@ -124,6 +124,10 @@ class RayEngineCalls:
                 self._supervisor = None
                 self._lost_epoch = -1  # a new supervisor counts from 0 again
                 await asyncio.sleep(_PAUSE_SECONDS)
+            except Exception:
+                # The engine ends when nobody looks.
+                logger.exception("asking the supervisor failed; trying again")
+                await asyncio.sleep(_PAUSE_SECONDS)
 
     def _take(self, view: EngineView) -> None:
         self._view = view

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES = 4 << 20
 MAX_UNREAD_SECONDS = 60.0
-_PAUSE_AFTER_LOSS_SECONDS = 0.5
+_PAUSE_SECONDS = 0.5
 
 # What a delta holds in memory, roughly: itself, one token, one alternative of a token.
 _DELTA_BYTES, _TOKEN_BYTES, _ALTERNATIVE_BYTES = 200, 40, 120
@@ -221,7 +221,12 @@ class EngineClient:
                 self._last_batch = 0
                 self._set_info(EngineInfo(EngineState.STARTING, str(error)))
                 self._fail_streams(str(error))
-                await asyncio.sleep(_PAUSE_AFTER_LOSS_SECONDS)
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            except Exception:
+                # Not known to be lost: without this task no stream would ever move again.
+                logger.exception("polling the scheduler failed; trying again")
+                await asyncio.sleep(_PAUSE_SECONDS)
                 continue
             self._last_batch = answer.number
             self._set_info(answer.info)

@@ -120,9 +120,9 @@ class Supervisor:
                     task.cancel()
             if self._engine is not None:
                 await self._engine.close()
-            # Ray lets calls that are underway finish first, so those that wait go home now.
-            self._change()
-            ray.actor.exit_actor()
+            # Not `exit_actor`, which waits for the calls that are underway.
+            ray.kill(ray.get_runtime_context().current_actor)
+            await asyncio.Event().wait()
 
     # -- engines -------------------------------------------------------------------------
 
