@@ -17,10 +17,13 @@ PYTEST := $(HARD_STOP) $(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-worker lint check test test-full clean
+.PHONY: help serve setup setup-worker setup-serve lint check test test-full clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+
+serve: setup-serve ## serve a small chat model on this machine; ARGS="…" goes to `palimpsest serve`
+	@$(BIN)/palimpsest serve $(ARGS)
 
 check: lint ## lint, types, import contracts, unit and architecture tests: no ray, no torch
 	$(PYTEST) tests/unit tests/architecture -m "not full and not gpu"
@@ -37,17 +40,28 @@ lint: setup
 	$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
 
+setup-serve: $(VENV)/.stamp-serve ## install all that serving a model takes into .venv
+
 setup: $(VENV)/.stamp-dev ## install palimpsest and the development tools into .venv
 
 setup-worker: $(VENV)/.stamp-worker ## the same, with torch and what else a worker runs on
 
 # A stamp is the last thing a set-up writes, so an interrupted one is done again.
-$(VENV)/.stamp-dev: pyproject.toml constraints.txt
+define MAKE_VENV
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "Palimpsest needs Python 3.11 or newer, and \`$(PYTHON)\` is not: make PYTHON=/path/to/python3.11 …" >&2; \
 		exit 1; }
 	$(PYTHON) -m venv $(VENV)
+endef
+
+$(VENV)/.stamp-dev: pyproject.toml constraints.txt
+	$(MAKE_VENV)
 	$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.stamp-serve: pyproject.toml constraints.txt
+	$(MAKE_VENV)
+	$(INSTALL) --editable '.[serve,worker]'
 	@touch $@
 
 $(VENV)/.stamp-worker: $(VENV)/.stamp-dev

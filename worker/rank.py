@@ -41,6 +41,7 @@ class RankReport:
     bytes_per_block: int
     """On this rank."""
     max_model_len: int
+    vocab_size: int
     model_digest: str
 
 
@@ -132,7 +133,14 @@ class Rank:
             # What a newcomer can hold may be less; this rank's memory stays as it is.
             num_blocks = control.minimum(self._shard.cache.size.num_blocks)
         self._executor = Executor(self._shard, group, epoch=epoch, num_blocks=num_blocks)
-        return RankReport(self._rank, num_blocks, bytes_per_block, max_model_len, spec.digest)
+        return RankReport(
+            rank=self._rank,
+            num_blocks=num_blocks,
+            bytes_per_block=bytes_per_block,
+            max_model_len=max_model_len,
+            vocab_size=spec.vocab_size,
+            model_digest=spec.digest,
+        )
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """See `Executor.execute`."""
