@@ -6,9 +6,6 @@ BIN := $(VENV)/bin
 HARD_STOP_MINUTES ?= 40
 TEST_PROCESSES ?= auto
 
-# What `make test` needs.
-TEST_SETUP := setup-worker
-
 PACKAGES := cluster worker scheduler configs tests
 # Bytecode comes with the first import, and only for what is imported: a quarter less to do.
 INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt
@@ -17,7 +14,7 @@ PYTEST := $(HARD_STOP) $(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve setup setup-worker setup-serve lint check test test-full clean
+.PHONY: help serve setup setup-test setup-serve lint check test test-full clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -28,10 +25,10 @@ serve: setup-serve ## serve a small chat model on this machine; ARGS="…" goes 
 check: lint ## lint, types, import contracts, unit and architecture tests: no ray, no torch
 	$(PYTEST) tests/unit tests/architecture -m "not full and not gpu"
 
-test: $(TEST_SETUP) lint ## what a change has to pass: `check`, and every test not marked `full`
+test: setup-test lint ## what a change has to pass: `check`, and every test not marked `full`
 	$(PYTEST) tests -m "not full"
 
-test-full: $(TEST_SETUP) lint ## every test, the long ones too
+test-full: setup-test lint ## every test, the long ones too
 	$(PYTEST) tests
 
 lint: setup
@@ -44,7 +41,7 @@ setup-serve: $(VENV)/.stamp-serve ## install all that serving a model takes into
 
 setup: $(VENV)/.stamp-dev ## install palimpsest and the development tools into .venv
 
-setup-worker: $(VENV)/.stamp-worker ## the same, with torch and what else a worker runs on
+setup-test: $(VENV)/.stamp-test ## both together, which is what all of the tests need
 
 # A stamp is the last thing a set-up writes, so an interrupted one is done again.
 define MAKE_VENV
@@ -64,8 +61,8 @@ $(VENV)/.stamp-serve: pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[serve,worker]'
 	@touch $@
 
-$(VENV)/.stamp-worker: $(VENV)/.stamp-dev
-	$(INSTALL) --editable '.[dev,worker]'
+$(VENV)/.stamp-test: $(VENV)/.stamp-dev
+	$(INSTALL) --editable '.[dev,serve,worker]'
 	@touch $@
 
 clean: ## remove .venv and everything that tools and tests have left
