@@ -103,7 +103,7 @@ def _set_environment(more: Mapping[str, str]) -> None:
 
 def _notes_folder() -> Path:
     """Where each running command that has a cluster of its own notes its address."""
-    return platformdirs.user_state_path("palimpsest") / "clusters"
+    return Path(platformdirs.user_state_path("palimpsest")) / "clusters"
 
 
 def _noted_clusters() -> list[str]:
