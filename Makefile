@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 HARD_STOP_MINUTES ?= 40
 TEST_PROCESSES ?= auto
 
-# What `make test` needs. Becomes setup-worker with the first test under tests/component.
-TEST_SETUP := setup
+# What `make test` needs.
+TEST_SETUP := setup-worker
 
 PACKAGES := cluster worker scheduler configs tests
 # Bytecode comes with the first import, and only for what is imported: a quarter less to do.

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cluster.config_command import ConfigFile, Overrides
 from cluster.errors import CommandError
-from configs import Config, ResolvedConfig, load, resolve
+from configs import LoadedConfig, ResolvedConfig, load, resolve
 
 if TYPE_CHECKING:
     from cluster.traces import Trace
@@ -30,43 +30,51 @@ _SIMULATION_DEFAULTS = {
 }
 
 
+TraceFile = Annotated[
+    Path,
+    typer.Option(
+        metavar="FILE",
+        help="Recorded requests: Mooncake JSONL, Azure CSV, or JSONL with prompt_tokens, "
+        "output_tokens and arrival_seconds; gzipped or not.",
+    ),
+]
+PoolSizes = Annotated[
+    list[int],
+    typer.Option(
+        min=2,
+        max=_MAX_BLOCKS,
+        help="Blocks in the pool, with the null block. Repeat it for a capacity curve.",
+    ),
+]
+BlockSize = Annotated[
+    int | None,
+    typer.Option(min=1, max=1024, help="Tokens in one block; wins over cache.block_size."),
+]
+PrefillRate = Annotated[
+    float, typer.Option(help="Prompt tokens that the workers compute in one second.")
+]
+DecodeStep = Annotated[
+    float, typer.Option(help="What every step takes besides its prefill tokens.")
+]
+Speed = Annotated[float, typer.Option(help="Let requests arrive this many times as fast.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Only the first requests of the trace.")]
+OutFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Write simulation.json and the figures there."),
+]
+
+
 def simulate(
-    trace: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE",
-            help="Recorded requests: Mooncake JSONL, Azure CSV, or JSONL with prompt_tokens, "
-            "output_tokens and arrival_seconds; gzipped or not.",
-        ),
-    ],
-    num_blocks: Annotated[
-        list[int],
-        typer.Option(
-            min=2,
-            max=_MAX_BLOCKS,
-            help="Blocks in the pool, with the null block. Repeat it for a capacity curve.",
-        ),
-    ],
-    block_size: Annotated[
-        int | None,
-        typer.Option(min=1, max=1024, help="Tokens in one block; wins over cache.block_size."),
-    ] = None,
+    trace: TraceFile,
+    num_blocks: PoolSizes,
+    block_size: BlockSize = None,
     config_file: ConfigFile = None,
     overrides: Overrides = None,
-    prefill_tokens_per_second: Annotated[
-        float, typer.Option(help="Prompt tokens that the workers compute in one second.")
-    ] = 20_000,
-    decode_step_ms: Annotated[
-        float, typer.Option(help="What every step takes besides its prefill tokens.")
-    ] = 30,
-    speed: Annotated[float, typer.Option(help="Let requests arrive this many times as fast.")] = 1,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Only the first requests of the trace.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write simulation.json and the figures there."),
-    ] = None,
+    prefill_tokens_per_second: PrefillRate = 20_000,
+    decode_step_ms: DecodeStep = 30,
+    speed: Speed = 1,
+    limit: Limit = None,
+    out: OutFolder = None,
 ) -> None:
     """See what a block pool of some size would do to a recorded workload.
 
@@ -86,23 +94,14 @@ def simulate(
     from cluster.traces import read_trace
     from scheduler.simulate import StepCosts
 
-    for option, value in (
-        ("--prefill-tokens-per-second", prefill_tokens_per_second),
-        ("--decode-step-ms", decode_step_ms),
-        ("--speed", speed),
-    ):
-        if not (isfinite(value) and value > 0):
-            raise CommandError(f"{option} is {value:g}, but must be a number above 0.")
+    _check_above_zero("--prefill-tokens-per-second", prefill_tokens_per_second)
+    _check_above_zero("--decode-step-ms", decode_step_ms)
+    _check_above_zero("--speed", speed)
     loaded = load(config_file, overrides or ())
     if out is not None:
         _make_folder(out)
     recorded = read_trace(trace, limit=limit, speed=speed)
-    chosen = {
-        key: value
-        for key, value in _SIMULATION_DEFAULTS.items()
-        if loaded.sources[f"scheduler.{key}"].kind == "default"
-    }
-    config = _resolved(loaded.config, chosen, block_size, recorded)
+    config = _resolved(loaded, block_size, recorded)
     costs = StepCosts(prefill_tokens_per_second, decode_step_ms / 1000)
     results = _run(recorded, config, sorted(set(num_blocks)), costs)
     report = Report(trace.name, recorded, config, costs, speed, results)
@@ -112,10 +111,19 @@ def simulate(
         typer.echo(f"Written to {out}: {', '.join(written)}")
 
 
-def _resolved(
-    config: Config, scheduler: dict[str, int], block_size: int | None, trace: "Trace"
-) -> ResolvedConfig:
-    """`config` with what was chosen for the simulation filled in, and checked as a whole."""
+def _check_above_zero(option: str, value: float) -> None:
+    if not (isfinite(value) and value > 0):
+        raise CommandError(f"{option} is {value:g}, but must be a number above 0.")
+
+
+def _resolved(loaded: LoadedConfig, block_size: int | None, trace: "Trace") -> ResolvedConfig:
+    """What was configured, with the rest chosen for the simulation, and checked as a whole."""
+    config = loaded.config
+    scheduler = {
+        key: value
+        for key, value in _SIMULATION_DEFAULTS.items()
+        if loaded.sources[f"scheduler.{key}"].kind == "default"
+    }
     if config.parallel.pipeline_parallel_size > 1:
         scheduler.pop("steps_in_flight", None)  # a pipeline that holds one step has no point
     cache = {} if block_size is None else {"block_size": block_size}

@@ -261,9 +261,19 @@ def _label_pool_sizes(axes: Axes, results: Sequence[SimulationResult]) -> None:
     if max(blocks) > 4 * min(blocks):
         axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
-    if len(blocks) <= 8:
-        axes.set_xticks(blocks)
+    axes.set_xticks(_far_apart(blocks, log=axes.get_xscale() == "log"))
     axes.xaxis.set_major_formatter(_THOUSANDS)
+
+
+def _far_apart(blocks: list[int], *, log: bool) -> list[int]:
+    """As many of the ascending pool sizes as have room for their labels beside each other."""
+    places = np.log(blocks) if log else np.asarray(blocks, dtype=np.float64)
+    least_gap = 0.09 * (places[-1] - places[0])
+    kept = [0]
+    for i in range(1, len(blocks)):
+        if places[i] - places[kept[-1]] >= least_gap:
+            kept.append(i)
+    return [blocks[i] for i in kept]
 
 
 # -- small things -------------------------------------------------------------------------

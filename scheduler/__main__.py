@@ -4,6 +4,7 @@ import argparse
 import gzip
 import json
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(json.dumps(replay(recording)))
                 continue
             difference = first_difference(recording)
-        except (OSError, EOFError, RecordingError, ConfigError) as error:
+        except (OSError, EOFError, zlib.error, RecordingError, ConfigError) as error:
             print(f"{path}: {error}", file=sys.stderr)
             return 2
         print(f"{path.name}: {difference or 'ok'}")
@@ -55,7 +56,7 @@ def _read(path: Path) -> dict[str, Any]:
         data = gzip.decompress(data)
     try:
         recording = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordingError(f"is not JSON: {error}") from None
     if not isinstance(recording, dict):
         raise RecordingError("is not a recording: it must be a JSON object")

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from scheduler.block_pool import Evictions
 from scheduler.histogram import Histogram
 from scheduler.messages import FinishReason, InterruptionCause
-from scheduler.request import Bill, Request, Stall
+from scheduler.request import Bill, Request
 
 _DEMAND_WINDOW_SECONDS = 300.0
+_NUM_BILLS = 1024
 
 
 @dataclass(slots=True)
@@ -75,7 +76,11 @@ class DemandWindow:
         self._expire(now)
 
     def num_blocks(self, now: float) -> int:
-        """How many blocks would have avoided the preemptions of the window; 0: there were none."""
+        """How many blocks would have avoided the preemptions of the window; 0: there were none.
+
+        An estimate from the lengths at the time: requests grow on, so it can be too low, and
+        waiting prompts are counted in full, so it can be too high where they share a prefix.
+        """
         self._expire(now)
         return self._peaks[0][1] if self._peaks else 0
 
@@ -90,6 +95,8 @@ class Accounting:
         self.hits_tokens = 0
         """Prefix lookups of first admissions; those of resumes are in `by_cause`."""
         self.by_cause: defaultdict[InterruptionCause, CauseTotals] = defaultdict(CauseTotals)
+        self.bills: deque[Bill] = deque(maxlen=_NUM_BILLS)
+        """The last preemptions one by one, the open ones among them."""
         self.scheduled_tokens = ScheduledTokens()
         self.finished: Counter[FinishReason] = Counter()
         self.rejected: Counter[str] = Counter()
@@ -105,9 +112,9 @@ class Accounting:
         totals.preemptions += 1
         totals.held_tokens += held_tokens
         request.causes[cause] = request.causes.get(cause, 0) + 1
-        request.bill = Bill(cause, held_tokens)
-        if request.stall is None:
-            request.stall = Stall(cause, now, step)
+        request.bill = Bill(request.request_id, cause, held_tokens, now, step)
+        request.stalled_by.append(request.bill)
+        self.bills.append(request.bill)
         request.high_water = max(request.high_water, held_tokens)
         request.settled = max(request.settled, request.high_water)
 
@@ -122,32 +129,37 @@ class Accounting:
             self.hits_tokens += hits_tokens
             return
         request.bill = None
-        recovered_tokens = min(num_hit, bill.held_tokens)
-        recomputed_tokens = bill.held_tokens - recovered_tokens
-        request.recovered_tokens += recovered_tokens
-        request.recomputed_tokens += recomputed_tokens
+        bill.recovered_tokens = min(num_hit, bill.held_tokens)
+        bill.recomputed_tokens = bill.held_tokens - bill.recovered_tokens
+        request.recovered_tokens += bill.recovered_tokens
+        request.recomputed_tokens += bill.recomputed_tokens
         totals = self.by_cause[bill.cause]
-        totals.recovered_tokens += recovered_tokens
-        totals.recomputed_tokens += recomputed_tokens
+        totals.recovered_tokens += bill.recovered_tokens
+        totals.recomputed_tokens += bill.recomputed_tokens
         totals.resume_queries_tokens += queries_tokens
         totals.resume_hits_tokens += hits_tokens
         totals.resumed_requests += 1
 
     def stall_ended(self, request: Request, now: float, step: int) -> None:
-        """A token of `request` arrived after an interruption."""
-        stall = request.stall
-        assert stall is not None
-        request.stall = None
-        stalled_seconds = now - stall.since_seconds
-        request.stalled_seconds += stalled_seconds
-        totals = self.by_cause[stall.cause]
-        totals.stall_seconds.observe(stalled_seconds)
-        totals.stalled_steps += step - stall.since_step
+        """A token of `request` arrived after an interruption, or after several."""
+        for bill in request.stalled_by:
+            bill.stalled_seconds = now - bill.since_seconds
+            bill.stalled_steps = step - bill.since_step
+        first = request.stalled_by[0]
+        assert first.stalled_seconds is not None
+        assert first.stalled_steps is not None
+        request.stalled_by.clear()
+        request.stalled_seconds += first.stalled_seconds
+        totals = self.by_cause[first.cause]
+        totals.stall_seconds.observe(first.stalled_seconds)
+        totals.stalled_steps += first.stalled_steps
 
     def ended(self, request: Request, reason: FinishReason) -> None:
-        if request.bill is not None:
-            self.by_cause[request.bill.cause].dropped_tokens += request.bill.held_tokens
+        bill = request.bill
+        if bill is not None:
+            bill.dropped_tokens = bill.held_tokens
+            self.by_cause[bill.cause].dropped_tokens += bill.held_tokens
             request.bill = None
-        request.stall = None
+        request.stalled_by.clear()
         self.finished[reason] += 1
         self.request_preemptions.observe(request.num_preemptions)

@@ -75,6 +75,7 @@ class BlockPool:
         "num_blocks",
         "num_evictable",
         "num_free",
+        "num_freed",
     )
 
     def __init__(
@@ -90,6 +91,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1
         self.num_evictable = 0
+        self.num_freed = 0
+        """How often a block became free, ever."""
         self._next = [*range(1, num_blocks), NULL_BLOCK]
         self._previous = [num_blocks - 1, *range(num_blocks - 1)]
         self._ref_count = [0] * num_blocks
@@ -203,8 +206,10 @@ class BlockPool:
         previous[NULL_BLOCK] = tail
         if hashless:
             self._prepend(hashless)
+        num_freed = num_evictable + len(hashless)
         self.num_evictable += num_evictable
-        self.num_free += num_evictable + len(hashless)
+        self.num_free += num_freed
+        self.num_freed += num_freed
 
     def register(self, block: int, block_hash: BlockHash) -> None:
         """Make a held, full block findable under `block_hash`."""

@@ -8,7 +8,7 @@ Whoever hosts it (the actor, the simulator, a test) brings time and delivers mes
 from collections import defaultdict
 from collections.abc import Sequence
 
-from configs import ResolvedCacheConfig, ResolvedSchedulerConfig
+from configs import ConfigError, ResolvedCacheConfig, ResolvedSchedulerConfig
 from scheduler.accounting import Accounting
 from scheduler.admission import bad_request, max_total_tokens, never_fits, queue_full
 from scheduler.block_pool import AllBlocksCleared, CacheEvent
@@ -34,15 +34,13 @@ from scheduler.messages import (
 from scheduler.planner import StepPlanner
 from scheduler.prefix_cache import BlockHasher
 from scheduler.request import Move, Request, Status
+from scheduler.tombstones import Tombstones
 
 _FINISH_OF_END = {
     EndReason.STOP: FinishReason.STOP,
     EndReason.ABORT: FinishReason.ABORT,
     EndReason.SLOW_CLIENT: FinishReason.ABORT,
 }
-
-# How long an ended id is remembered: calls may overtake each other, and may be repeated.
-_TOMBSTONE_SECONDS = 60.0
 
 
 class SchedulerCore:
@@ -66,6 +64,14 @@ class SchedulerCore:
         `record_cache_events` is for whoever mirrors the prefix map, and empties
         `take_cache_events` regularly.
         """
+        if not scheduler.enable_chunked_prefill and (
+            scheduler.max_num_batched_tokens < max_model_len
+        ):
+            raise ConfigError(
+                f"scheduler.max_num_batched_tokens is {scheduler.max_num_batched_tokens}, and"
+                f" without chunked prefill it must be at least the context length {max_model_len}:"
+                " a preempted request could never get in again"
+            )
         self._config = scheduler
         self._cache = cache
         self._steps_in_flight = scheduler.steps_in_flight
@@ -74,7 +80,7 @@ class SchedulerCore:
         self._cache_events: list[CacheEvent] | None = [] if record_cache_events else None
         self._hasher = BlockHasher(cache.block_size, cache.hash, cache.hash_seed or 0)
         self._submissions = 0
-        self._tombstones: dict[str, tuple[float, EndRequest | None]] = {}
+        self._tombstones = Tombstones()
         self._deltas: defaultdict[str, list[TokenDelta]] = defaultdict(list)
         self.requests: dict[str, Request] = {}
         """All that have not ended."""
@@ -100,7 +106,7 @@ class SchedulerCore:
 
         Continuations are never turned away for the length of the queue.
         """
-        self._bury(now)
+        self._tombstones.expire(now)
         fresh: dict[str, SubmitRequest] = {}
         for message in messages:
             if not self._is_known(message.request_id):
@@ -139,12 +145,12 @@ class SchedulerCore:
 
         An end that overtook its submission is remembered, and the submission ends at once.
         """
-        self._bury(now)
+        self._tombstones.expire(now)
         request = self.requests.get(message.request_id)
         if request is not None:
             self._end(request, message, now)
         elif message.request_id not in self._tombstones:
-            self._remember(message.request_id, now, message)
+            self._tombstones.remember(message.request_id, now, message)
 
     def take_batches(self) -> dict[str, TokenBatch]:
         """The deltas since the last call, one batch per client; each delta is given once."""
@@ -203,8 +209,10 @@ class SchedulerCore:
         old = self.group
         for request in reversed(old.running):
             self._planner.interrupt(request, cause, now)
-        for request in self.requests.values():
-            request.last_planned_step = -1  # step ids begin again
+        for request in self.requests.values():  # step ids begin again
+            request.last_planned_step = -1
+            for bill in request.stalled_by:
+                bill.since_step -= old.window.next_step_id
         if self._cache_events is not None:
             self._cache_events.append(AllBlocksCleared())
         self.group = self._planner.group = self._new_group(
@@ -231,7 +239,7 @@ class SchedulerCore:
                 request, InterruptionCause.SCHEDULER_LOST, held_tokens, now, step_id
             )
         self.waiting.push(request)
-        _, early_end = self._tombstones.get(request.request_id, (now, None))
+        early_end = self._tombstones.early_end(request.request_id)
         if early_end is not None:
             self._end(request, early_end, now)
         else:
@@ -244,14 +252,13 @@ class SchedulerCore:
             max_model_len=self._max_model_len,
             capacity_tokens=self.group.capacity_tokens,
         )
-        finish = request.finish_reason()
         too_large = self._never_fits(request)
+        if too_large is not None and not request.num_output_tokens:
+            self._finish(request, FinishReason.ERROR, now, error=too_large.message)
+            return
+        finish = request.finish_reason() or (FinishReason.LENGTH if too_large else None)
         if finish is not None:
             self._finish(request, finish, now)
-        elif too_large is not None and request.num_output_tokens:
-            self._finish(request, FinishReason.LENGTH, now)
-        elif too_large is not None:
-            self._finish(request, FinishReason.ERROR, now, error=too_large.message)
 
     def _never_fits(self, request: Request) -> NeverFits | None:
         return never_fits(
@@ -311,7 +318,7 @@ class SchedulerCore:
         if token_ids and request.status is not Status.WAITING:
             # A token that was under way when the table was closed does not end the pause.
             request.usage_due = False
-            if request.stall is not None:
+            if request.stalled_by:
                 step_id = self.group.window.next_result_id - 1
                 self.accounting.stall_ended(request, now, step_id)
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -370,28 +377,14 @@ class SchedulerCore:
         request.move(Move.FINISH, self.group.window.next_step_id)
         self.accounting.ended(request, reason)
         del self.requests[request.request_id]
-        self._remember(request.request_id, now, None)
+        self._tombstones.remember(request.request_id, now)
 
     # -- the rest -----------------------------------------------------------------------
 
     def _is_known(self, request_id: str) -> bool:
         """It is alive, or it ended a short while ago. An end that came first does not count."""
-        _, early_end = self._tombstones.get(request_id, (0.0, None))
-        is_buried = request_id in self._tombstones and early_end is None
-        return is_buried or request_id in self.requests
-
-    def _remember(self, request_id: str, now: float, end: EndRequest | None) -> None:
-        self._tombstones.pop(request_id, None)  # the oldest stand first
-        self._tombstones[request_id] = (now, end)
-
-    def _bury(self, now: float) -> None:
-        """Forget the ids that ended too long ago to matter."""
-        tombstones = self._tombstones
-        while tombstones:
-            request_id, (ended_seconds, _) = next(iter(tombstones.items()))
-            if ended_seconds >= now - _TOMBSTONE_SECONDS:
-                break
-            del tombstones[request_id]
+        has_ended = request_id in self._tombstones and not self._tombstones.early_end(request_id)
+        return has_ended or request_id in self.requests
 
     def _new_group(self, *, epoch: int, num_blocks: int) -> WorkerGroup:
         return WorkerGroup(

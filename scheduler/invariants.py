@@ -25,32 +25,33 @@ def check(core: SchedulerCore, plan: StepPlan | None = None) -> None:
         _check_plan(core, plan)
 
 
-def _require(holds: bool, what: str) -> None:
+def _require(holds: bool, what: str, *values: object) -> None:
+    """`values` fill the braces of `what`, which nobody has to read as long as all is well."""
     if not holds:
-        raise BrokenInvariantError(what)
+        raise BrokenInvariantError(what.format(*values))
 
 
 def _check_pool(core: SchedulerCore) -> None:
     """N-1 = held + evictable + scratch; the free queue holds exactly what nobody holds; a
     reference count is the number of tables that contain the block."""
     pool = core.group.pool
-    tables = Counter(block for r in core.requests.values() for block in r.block_ids)
-    for block in range(1, pool.num_blocks):
-        _require(
-            pool.ref_count(block) == tables[block],
-            f"block {block} is in {tables[block]} tables, its count is {pool.ref_count(block)}",
-        )
-    _require(not tables[NULL_BLOCK], "the null block is in a table")
+    tables: Counter[int] = Counter()
+    for request in core.requests.values():
+        tables.update(request.block_ids)
+    held = {block: count for block in range(pool.num_blocks) if (count := pool.ref_count(block))}
+    _require(held == tables, "the reference counts are {}, the tables have {}", held, tables)
+    _require(NULL_BLOCK not in tables, "the null block is in a table")
     free = list(pool.free_queue())
-    _require(len(set(free)) == len(free), f"a block stands in the free queue twice: {free}")
-    _require(not any(map(pool.ref_count, free)), f"a held block is in the free queue: {free}")
-    evictable = sum(pool.hash_of(block) is not None for block in free)
-    _require(len(free) == pool.num_free, f"{len(free)} blocks queue, {pool.num_free} are free")
-    _require(evictable == pool.num_evictable, f"{evictable} evictable, not {pool.num_evictable}")
+    not_held = {*range(1, pool.num_blocks)} - held.keys()
+    _require(len(free) == len(not_held), "{} queue, free are {}", free, not_held)
+    _require(set(free) == not_held, "{} queue, free are {}", free, not_held)
+    evictable = len(free) - [pool.hash_of(block) for block in free].count(None)
+    _require(len(free) == pool.num_free, "{} blocks queue, {} are free", len(free), pool.num_free)
+    _require(evictable == pool.num_evictable, "{} evictable, not {}", evictable, pool.num_evictable)
     total = len(tables) + pool.num_evictable + pool.num_scratch
-    _require(total == pool.num_usable, f"{total} blocks of {pool.num_usable} are accounted for")
+    _require(total == pool.num_usable, "{} of {} blocks accounted for", total, pool.num_usable)
     backwards = list(pool.free_queue(backwards=True))
-    _require(backwards[::-1] == free, f"the links disagree: {free} and {backwards} backwards")
+    _require(backwards[::-1] == free, "the links disagree: {}, {} backwards", free, backwards)
 
 
 def _check_prefix_map(core: SchedulerCore) -> None:
@@ -93,27 +94,34 @@ def _check_queues(core: SchedulerCore) -> None:
 
 def _check_table(core: SchedulerCore, request: Request) -> None:
     """A table has slots for what is computed, and its leading full blocks carry their hashes."""
-    group, name = core.group, f"request {request.request_id}"
-    computed, known = request.num_computed, request.num_tokens
+    group, name = core.group, request.request_id
+    block_ids = request.block_ids
+    computed, known, expected = request.num_computed, request.num_tokens, request.num_expected
     _require(
-        len(request.block_ids) == group.kv.blocks_for(computed),
-        f"{name} has {len(request.block_ids)} blocks for {computed} computed tokens",
+        len(block_ids) == group.kv.blocks_for(computed),
+        "request {} has the blocks {} for {} computed tokens",
+        name,
+        block_ids,
+        computed,
     )
-    _require(known < request.max_total_tokens, f"{name} is alive at its full length")
-    if request.status is Status.RUNNING:
-        _require(
-            computed <= request.num_expected and known <= request.num_expected,
-            f"{name} has {known} tokens and expects {request.num_expected}, {computed} computed",
-        )
-    full = min(computed, known) // group.kv.block_size
+    _require(known < request.max_total_tokens, "request {} is alive at its full length", name)
+    _require(
+        request.status is not Status.RUNNING or (computed <= expected and known <= expected),
+        "request {} has {} tokens and expects {}, {} computed",
+        name,
+        known,
+        expected,
+        computed,
+    )
+    num_hashed = request.num_registered
     if request.next_hash_at is NEVER:
-        _require(request.num_registered == 0, f"{name} has hashes without a table")
+        _require(num_hashed == 0, "request {} has hashes without a table", name)
         return
-    _require(request.num_registered == full, f"{name}: {request.num_registered} of {full} hashed")
-    for block, block_hash in zip(request.block_ids[:full], request.block_hashes, strict=False):
-        _require(group.pool.hash_of(block) == block_hash, f"{name}: block {block} has no hash")
-    for block in request.block_ids[full:]:
-        _require(group.pool.hash_of(block) is None, f"{name}: block {block} is hashed too early")
+    full = min(computed, known) // group.kv.block_size
+    _require(num_hashed == full, "request {}: {} of {} blocks hashed", name, num_hashed, full)
+    carried = [group.pool.hash_of(block) for block in block_ids]
+    due = [*request.block_hashes[:full], *[None] * (len(block_ids) - full)]
+    _require(carried == due, "request {}: of the blocks {} some have a wrong hash", name, block_ids)
 
 
 def _check_bills(core: SchedulerCore) -> None:
@@ -126,18 +134,21 @@ def _check_bills(core: SchedulerCore) -> None:
         settled = totals.recovered_tokens + totals.recomputed_tokens + totals.dropped_tokens
         _require(
             totals.held_tokens == settled + open_bills[cause],
-            f"bills of {cause}: {totals.held_tokens} held, {settled} settled,"
-            f" {open_bills[cause]} open",
+            "bills of {}: {} held, {} settled, {} open",
+            cause,
+            totals.held_tokens,
+            settled,
+            open_bills[cause],
         )
 
 
 def _check_plan(core: SchedulerCore, plan: StepPlan) -> None:
     num_tokens = sum(work.num_tokens for work in plan.work)
     budget = core.max_num_batched_tokens
-    _require(num_tokens <= budget, f"{num_tokens} tokens planned, the budget is {budget}")
+    _require(num_tokens <= budget, "{} tokens planned, the budget is {}", num_tokens, budget)
     planned = [work.seq.request_id for work in plan.work]
     _require(len(set(planned)) == len(planned), "a request is in the plan twice")
     for work in plan.work:
         request = core.requests[work.seq.request_id]
-        _require(work.seq == request.ref, f"{work.seq} is planned but not open")
-        _require(work.start + work.num_tokens == request.num_computed, f"{work} was not counted")
+        _require(work.seq == request.ref, "{} is planned but not open", work.seq)
+        _require(work.start + work.num_tokens == request.num_computed, "{} was not counted", work)

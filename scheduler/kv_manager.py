@@ -9,9 +9,22 @@ counts as demand just like a new block. All of a request's blocks are `request.b
 whoever calls `release` gives them all back.
 """
 
+from dataclasses import dataclass
+
 from scheduler.block_pool import BlockPool
-from scheduler.prefix_cache import BlockHasher, PrefixMap
+from scheduler.prefix_cache import BlockHash, BlockHasher, PrefixMap
 from scheduler.request import NEVER, Request
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Why the next in the queue could not be admitted. It may wait for long, and looking a long
+    prompt up again in every step would cost more than the step's own decisions."""
+
+    request: Request
+    num_freed: int
+    first_missing: BlockHash | None
+    """None: every block that it may take from the cache was found."""
 
 
 class KVManager:
@@ -29,6 +42,7 @@ class KVManager:
         self._hasher = hasher
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self._refusal: _Refusal | None = None
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -42,6 +56,22 @@ class KVManager:
         self._extend_hashes(request, num_blocks)
         return self._prefix_map.longest_hit(request.block_hashes[:num_blocks])
 
+    def is_still_refused(self, request: Request) -> bool:
+        """`admit` would say no again, which is known without another lookup.
+
+        Since it last said so no block was freed, nobody was admitted who could now hold a
+        block that this request shares, and the block that ended its hit is still missing.
+        """
+        refusal = self._refusal
+        return (
+            refusal is not None
+            and refusal.request is request
+            and refusal.num_freed == self._pool.num_freed
+            and (
+                refusal.first_missing is None or self._prefix_map.get(refusal.first_missing) is None
+            )
+        )
+
     def admit(self, request: Request, hit: list[int], num_slots: int) -> bool:
         """Open a table of the `hit` blocks and new ones, `num_slots` token slots in all.
 
@@ -51,7 +81,9 @@ class KVManager:
         pool = self._pool
         num_new = self.blocks_for(request.num_tokens) - len(hit)
         if num_new + pool.num_free_among(hit) > pool.num_free:
+            self._refusal = _Refusal(request, pool.num_freed, self._first_missing(request, hit))
             return False
+        self._refusal = None
         pool.touch(hit)
         new = pool.allocate(self.blocks_for(num_slots) - len(hit))
         request.block_ids = hit + new
@@ -92,6 +124,11 @@ class KVManager:
         request.block_ids = []
         request.num_registered = 0
         request.next_hash_at = NEVER
+
+    def _first_missing(self, request: Request, hit: list[int]) -> BlockHash | None:
+        num_blocks = request.hit_limit // self.block_size
+        missing = request.block_hashes[len(hit) : num_blocks]
+        return missing[0] if missing else None
 
     def _extend_hashes(self, request: Request, num_blocks: int) -> None:
         hashes = request.block_hashes

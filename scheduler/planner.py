@@ -170,7 +170,7 @@ class StepPlanner:
         running = group.running
         while not group.kv.grow(request, num_slots):
             if not draft.ran_dry:
-                self._note_demand(request, num_slots, now)
+                self._note_demand(running[index - 1 :], now)
             draft.ran_dry = True
             victim = max(running, key=self._policy.victim_key)
             position = running.index(victim)
@@ -200,11 +200,15 @@ class StepPlanner:
         draft.budget += work.num_tokens
         self._accounting.scheduled_tokens.add(victim, work.start, end, sign=-1)
 
-    def _note_demand(self, request: Request, num_slots: int, now: float) -> None:
-        """Blocks that would be held now had nobody been preempted and had every slot been
-        filled from the queue: what the load wanted, at its current lengths."""
+    def _note_demand(self, unplanned: list[Request], now: float) -> None:
+        """Blocks that would be held now had nobody been preempted, everybody who is yet
+        `unplanned` in this step been served, and every slot been filled from the queue: what
+        the load wanted, at its current lengths."""
         group, waiting = self.group, self.waiting
-        shortage = group.kv.blocks_for(num_slots) - len(request.block_ids)
+        shortage = 0
+        for request in unplanned:
+            num_needed = group.kv.blocks_for(request.num_computed + request.num_lacking)
+            shortage += max(0, num_needed - len(request.block_ids))
         num_places = self._max_num_seqs - len(group.running)
         share = min(1.0, num_places / len(waiting)) if waiting else 0.0
         wanted = group.kv.blocks_for(int(waiting.num_tokens * share))
@@ -220,6 +224,8 @@ class StepPlanner:
             if group.is_in_flight(request):
                 # Opened again before its last token is back, that token would be dropped and
                 # computed anew, and the request may be preempted for the same lack of room.
+                break
+            if group.kv.is_still_refused(request):
                 break
             hit = group.kv.find_hit(request)
             num_hit = len(hit) * group.kv.block_size
@@ -271,7 +277,9 @@ class StepPlanner:
             self.waiting,
             self._policy,
             budget=self._max_num_batched_tokens,
+            chunk_limit=self._threshold,
             chunked=self._chunked,
+            pipelined=self._stages > 1,
         ):
             group.running.remove(victim)
             self.interrupt(victim, InterruptionCause.SLOTS, now)

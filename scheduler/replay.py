@@ -7,7 +7,10 @@ and who stands where in which queue.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from configs import CacheConfig, Config, SchedulerConfig, resolve
 from scheduler.core import SchedulerCore
@@ -48,29 +51,70 @@ class RecordingError(ValueError):
     """A recording that cannot be replayed, and why."""
 
 
+class _Request(msgspec.Struct, frozen=True):
+    id: str
+    arrival_step: Annotated[int, Meta(ge=0)]
+    prompt: list[Annotated[int, Meta(ge=0, lt=2**31)]]
+    max_tokens: int
+    tok_seed: int
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class _Workload(msgspec.Struct, frozen=True):
+    """`num_blocks` counts the null block."""
+
+    requests: list[_Request]
+    block_size: Annotated[int, Meta(ge=1, le=1024)]
+    num_blocks: Annotated[int, Meta(ge=2)]
+    max_num_seqs: Annotated[int, Meta(ge=1)]
+    max_num_batched_tokens: Annotated[int, Meta(ge=1)]
+    max_model_len: Annotated[int, Meta(ge=2)]
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    caching: bool = True
+    chunked_prefill: bool = True
+    long_prefill_token_threshold: Annotated[int, Meta(ge=0)] = 0
+
+
+class _ToReplay(msgspec.Struct, frozen=True):
+    workload: _Workload
+
+
+class _ToCompare(_ToReplay, frozen=True):
+    trace: list[Json]
+    totals: dict[str, int]
+    steps: int | None = None
+    finished_steps: dict[str, int] | None = None
+
+
+_S = TypeVar("_S", bound=msgspec.Struct)
+
+
+def _checked(recording: Json, kind: type[_S]) -> _S:
+    try:
+        return msgspec.convert(recording, kind)
+    except msgspec.ValidationError as error:
+        raise RecordingError(f"not in the format of a recording: {error}") from None
+
+
 def first_difference(recording: Json) -> Difference | None:
     """Replay the workload of `recording` and compare; None: every decision is the same."""
-    try:
-        expected_trace, totals = recording["trace"], recording["totals"]
-    except KeyError as error:
-        raise RecordingError(f"the recording has no field {error}") from None
-    ours = replay(recording)
-    for step, expected in enumerate(expected_trace):
-        if step >= len(ours["trace"]):
-            return Difference(step, "steps", len(expected_trace), ours["steps"])
-        for field, value in expected.items():
-            got = ours["trace"][step].get(field)
-            if got != value:
-                return Difference(step, field, value, got)
-    for field, expected, got in (
-        ("steps", recording.get("steps", ours["steps"]), ours["steps"]),
-        (
-            "finished_steps",
-            recording.get("finished_steps", ours["finished_steps"]),
-            ours["finished_steps"],
-        ),
-        *((name, value, ours["totals"].get(name)) for name, value in totals.items()),
-    ):
+    recorded = _checked(recording, _ToCompare)
+    ours = _Replay(recorded.workload).run()
+    for step, (record, our_record) in enumerate(zip(recorded.trace, ours["trace"], strict=False)):
+        for field, expected in record.items():
+            got = our_record.get(field)
+            if expected != got:
+                return Difference(step, field, expected, got)
+    comparisons: list[tuple[str, object, object]] = [
+        ("steps", len(recorded.trace), ours["steps"]),
+        *((name, value, ours["totals"].get(name)) for name, value in recorded.totals.items()),
+    ]
+    for field in ("steps", "finished_steps"):
+        expected = getattr(recorded, field)
+        if expected is not None:
+            comparisons.append((field, expected, ours[field]))
+    for field, expected, got in comparisons:
         if expected != got:
             return Difference(None, field, expected, got)
     return None
@@ -78,21 +122,19 @@ def first_difference(recording: Json) -> Difference | None:
 
 def replay(recording: Json) -> Json:
     """Our own decisions on the workload of `recording`, in the same format."""
-    try:
-        return _Replay(recording["workload"]).run()
-    except (KeyError, TypeError) as error:
-        raise RecordingError(
-            f"the workload is not in the format of a recording: {error!r}"
-        ) from None
+    return _Replay(_checked(recording, _ToReplay).workload).run()
 
 
 class _Replay:
-    def __init__(self, workload: Json) -> None:
-        self._requests: dict[str, Json] = {r["id"]: r for r in workload["requests"]}
-        self._arrivals: dict[int, list[Json]] = {}
-        for request in workload["requests"]:
-            self._arrivals.setdefault(request["arrival_step"], []).append(request)
-        self._policy = workload.get("policy", "fcfs")
+    def __init__(self, workload: _Workload) -> None:
+        self._requests: dict[str, _Request] = {}
+        self._arrivals: dict[int, list[_Request]] = {}
+        for request in workload.requests:
+            if request.id in self._requests:
+                raise RecordingError(f"request {request.id} is in the workload twice")
+            self._requests[request.id] = request
+            self._arrivals.setdefault(request.arrival_step, []).append(request)
+        self._policy = workload.policy
         self._core = _core_for(workload)
         self._num_submitted = 0
         self._trace: list[Json] = []
@@ -122,20 +164,20 @@ class _Replay:
             "totals": self._totals(),
         }
 
-    def _submit(self, request: Json) -> None:
+    def _submit(self, request: _Request) -> None:
         message = SubmitRequest(
-            request_id=request["id"],
+            request_id=request.id,
             client_id="replay",
-            prompt_token_ids=pack_token_ids(request["prompt"]),
-            sampling=SamplingParams(max_tokens=request["max_tokens"], seed=0),
+            prompt_token_ids=pack_token_ids(request.prompt),
+            sampling=SamplingParams(max_tokens=request.max_tokens, seed=0),
             arrival_seconds=float(self._num_submitted),
-            priority=request.get("priority", 0) if self._policy == "priority" else 0,
-            cache_salt=request.get("cache_salt") or "",
+            priority=request.priority if self._policy == "priority" else 0,
+            cache_salt=request.cache_salt or "",
         )
         self._num_submitted += 1
         answer = self._core.submit([message], now=0.0)
         if not isinstance(answer, Accepted):
-            raise RecordingError(f"request {request['id']} is refused: {answer.message}")
+            raise RecordingError(f"request {request.id} is refused: {answer.message}")
 
     def _answer(self, plan: StepPlan) -> StepResult:
         outputs = [
@@ -147,7 +189,7 @@ class _Replay:
 
     def _next_token(self, request_id: str) -> int:
         num_tokens = self._core.requests[request_id].num_tokens
-        seed: int = self._requests[request_id]["tok_seed"]
+        seed = self._requests[request_id].tok_seed
         return (seed * 1000003 + num_tokens * 7919) % 40000 + 100
 
     def _record(self, step: int, plan: StepPlan | None) -> Json:
@@ -198,28 +240,25 @@ class _Replay:
         }
 
 
-def _core_for(workload: Json) -> SchedulerCore:
+def _core_for(workload: _Workload) -> SchedulerCore:
     config = Config(
         scheduler=SchedulerConfig(
-            policy=workload.get("policy", "fcfs"),
-            max_num_seqs=workload["max_num_seqs"],
-            max_num_batched_tokens=workload["max_num_batched_tokens"],
+            policy=workload.policy,
+            max_num_seqs=workload.max_num_seqs,
+            max_num_batched_tokens=workload.max_num_batched_tokens,
             steps_in_flight=1,
-            enable_chunked_prefill=workload.get("chunked_prefill", True),
-            long_prefill_token_threshold=workload.get("long_prefill_token_threshold", 0),
+            enable_chunked_prefill=workload.chunked_prefill,
+            long_prefill_token_threshold=workload.long_prefill_token_threshold,
             # Where we go beyond the recorded scheduler, we must not when compared with it.
             resume_first=False,
             slot_preemption=False,
         ),
-        cache=CacheConfig(
-            block_size=workload["block_size"],
-            enable_prefix_caching=workload.get("caching", True),
-        ),
+        cache=CacheConfig(block_size=workload.block_size, enable_prefix_caching=workload.caching),
     )
-    resolved = resolve(config, "cpu", model_context_tokens=workload["max_model_len"])
+    resolved = resolve(config, "cpu", model_context_tokens=workload.max_model_len)
     return SchedulerCore(
         scheduler=resolved.scheduler,
         cache=resolved.cache,
-        num_blocks=workload["num_blocks"],
-        max_model_len=workload["max_model_len"],
+        num_blocks=workload.num_blocks,
+        max_model_len=workload.max_model_len,
     )

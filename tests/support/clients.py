@@ -16,8 +16,9 @@ from scheduler.messages import (
     decode,
     encode,
 )
+from tests.support.episode_config import EpisodeConfig
 from tests.support.ledger import Ledger, MismatchError, Tracked
-from tests.support.workload import EpisodeConfig, Job, Workload
+from tests.support.workload import Job, Workload
 
 _END_REASONS = (EndReason.ABORT, EndReason.STOP, EndReason.STOP, EndReason.SLOW_CLIENT)
 _MEMORY_SECONDS = 60.0
@@ -102,8 +103,8 @@ class Clients:
 
     def submit(self) -> None:
         """One call, or a few in the same instant."""
-        self.offer(self._workload.draw(self._clock.now))
-        while self._rng.random() < 0.2:
+        self.offer(self._workload.draw(self._clock.now, is_first=not self._ledger.live))
+        while not self._config.climbs and self._rng.random() < 0.2:
             self.offer(self._workload.draw(self._clock.now))
 
     def offer(self, jobs: list[Job], early_end: EndReason | None = None) -> None:
@@ -227,11 +228,13 @@ class Clients:
 
     # -- read -----------------------------------------------------------------------------
 
-    def take(self) -> None:
-        """Fetch the news and compare them with what must come."""
-        for client_id, batch in self._core.take_batches().items():
+    def take(self) -> bool:
+        """Fetch the news and compare them with what must come; False if there are none."""
+        batches = self._core.take_batches()
+        for client_id, batch in batches.items():
             for delta in over_the_wire(batch).deltas:
                 tracked = self._ledger.on_delta(client_id, delta, self._clock.now)
                 if tracked.finish is not None:
                     self._finished.append(tracked.job)
                     self._ended_seconds[tracked.request_id] = self._clock.now
+        return bool(batches)

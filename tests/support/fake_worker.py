@@ -166,6 +166,7 @@ class Stage:
     def _close(self, closed: Close) -> None:
         self._mirror(closed.seq)
         del self.mirrors[closed.seq.request_id]
+        self.poisoned.discard(closed.seq.request_id)
 
     def _mirror(self, seq: SeqRef) -> Mirror:
         mirror = self.mirrors.get(seq.request_id)

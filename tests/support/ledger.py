@@ -24,7 +24,8 @@ from scheduler.messages import (
     pack_token_ids,
     unpack_token_ids,
 )
-from tests.support.workload import EpisodeConfig, Job
+from tests.support.episode_config import EpisodeConfig
+from tests.support.workload import Job
 
 
 def _as_seen(cause: InterruptionCause) -> InterruptionCause:
@@ -254,6 +255,8 @@ class Ledger:
                 f"{first}, {len(rows)} were due or some differ"
             )
         self.seen["prompt logprob rows"] += len(rows)
+        if self._config.takes_at_once:
+            self.seen["tokens of a closed table"] += tracked.bill is not None
         if tracked.is_open and tracked.stalled_since is not None:
             # A token that was under way when the table was closed does not end the pause.
             tracked.stalled_seconds += now - tracked.stalled_since
@@ -294,14 +297,17 @@ class Ledger:
             self.seen[f"ended by {tracked.end_reason}"] += 1
             expected = FinishReason.STOP if tracked.end_reason is EndReason.STOP else None
             return finish is (expected or FinishReason.ABORT)
+        if tracked.cut_off:
+            self.seen["cut off by a smaller pool"] += 1
+            return finish is (FinishReason.LENGTH if tracked.received else FinishReason.ERROR)
         solo = tracked.job.solo
         if len(tracked.received) == len(solo.token_ids):
-            return finish is solo.finish or tracked.cut_off
+            return finish is solo.finish
         if finish is FinishReason.LENGTH:
             self.seen["clamped by the pool"] += 1
             # The last token needs no slot.
-            return tracked.cut_off or tracked.num_tokens == tracked.capacity_tokens + 1
-        return finish is FinishReason.ERROR and (tracked.poisoned or tracked.cut_off)
+            return tracked.num_tokens == tracked.capacity_tokens + 1
+        return finish is FinishReason.ERROR and tracked.poisoned
 
     def _check_usage(self, tracked: Tracked, usage: Usage, num_output_tokens: int) -> None:
         causes: Counter[InterruptionCause] = Counter()

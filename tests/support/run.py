@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from scheduler.messages import (
@@ -16,7 +15,7 @@ from scheduler.messages import (
     StepPlan,
     StepResult,
 )
-from tests.support.workload import Window
+from tests.support.episode_config import Ranges
 from tests.support.world import Bug, Episode
 
 
@@ -72,30 +71,31 @@ class WorldFailureError(AssertionError):
 
 def run(
     seed: int,
-    window: Window,
+    ranges: Ranges,
     num_steps: int,
     *,
-    bug: Callable[[], Bug] = Bug,
-    bug_name: str | None = None,
+    bug: Bug | None = None,
+    bug_name: str = "",
     check_invariants: bool = True,
     first_episode: int = 0,
 ) -> Report:
     """Episodes until `num_steps` plans were made; raises WorldFailureError at the first fault.
 
-    Episode i depends on (`seed`, `window`, i) alone, so that a failing one can be run by itself.
+    Episode i depends on (`seed`, `ranges`, i) alone, so that a failing one can be run by itself.
     """
     report = Report()
     while report.num_steps < num_steps:
         index = first_episode + report.num_episodes
-        rng = random.Random(f"{seed}/{window.value}/{index}")
-        episode = Episode(rng, window, bug=bug(), check_invariants=check_invariants)
+        rng = random.Random(f"{seed}/{ranges.name}/{index}")
+        episode = Episode(rng, ranges, bug=bug, check_invariants=check_invariants)
         try:
-            episode.run()
+            with (bug or Bug()).installed(episode.config):
+                episode.run()
         except Exception as error:
             command = (
-                f"python -m tests.support --seed {seed} --window {window.value} --episode {index}"
+                f"python -m tests.support --seed {seed} --ranges {ranges.name} --episode {index}"
             )
-            if bug_name is not None:
+            if bug_name:
                 command += f" --bug {bug_name}"
             if not check_invariants:
                 command += " --no-invariants"

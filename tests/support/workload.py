@@ -1,110 +1,19 @@
-"""Random configurations and random requests, small enough that everything happens often."""
+"""Random requests that share much: documents, whole prompts, earlier answers."""
 
 import random
 from collections import deque
 from dataclasses import dataclass
-from enum import Enum
 
 from msgspec import structs
 
-from configs import ResolvedCacheConfig, ResolvedSchedulerConfig
 from scheduler.messages import SamplingParams, SubmitRequest, Usage, pack_token_ids
+from tests.support.episode_config import EpisodeConfig
 from tests.support.fake_model import VOCABULARY, SoloRun, run_solo
 
 EOS_TOKEN_IDS = (1, 5)
 STOP_TOKEN_IDS = (2, 9)
 
 _TOKEN_OF_BYTE = bytes(byte % VOCABULARY for byte in range(256))
-
-
-class Window(Enum):
-    """How many steps are in flight, and so how many stages there are."""
-
-    ONE = "1"
-    TWO = "2"
-    PIPELINE = "4"
-    """Three stages, and one step more."""
-    ANY = "any"
-    """Drawn anew for every episode."""
-
-    def draw(self, rng: random.Random) -> tuple[int, int]:
-        """(number of stages, steps in flight)."""
-        match self:
-            case Window.ONE:
-                return rng.choice((1, 1, 3)), 1
-            case Window.TWO:
-                return 1, 2
-            case Window.PIPELINE:
-                return 3, 4
-            case Window.ANY:
-                return rng.choice(((1, 2), (1, 3), (1, 4), (2, 3), (3, 4)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeConfig:
-    """What holds for the life of one core, and how the world around it behaves."""
-
-    scheduler: ResolvedSchedulerConfig
-    cache: ResolvedCacheConfig
-    num_blocks: int
-    max_model_len: int
-    num_stages: int
-    num_steps: int
-    """Plans to be made before the episode drains."""
-    num_live: int
-    """Requests that the world keeps alive."""
-    lose_group: float
-    lose_scheduler: float
-    end: float
-    """Chances of rare events, per turn."""
-    takes_at_once: bool
-    """Token batches are taken after every result, not now and then."""
-    reports_all_work: bool
-
-    @property
-    def block_size(self) -> int:
-        return self.cache.block_size
-
-    @classmethod
-    def draw(cls, rng: random.Random, window: Window) -> "EpisodeConfig":
-        num_stages, steps_in_flight = window.draw(rng)
-        block_size = rng.choice((2, 4, 4, 8, 16))
-        num_blocks = rng.randint(6, min(40, 256 // block_size))
-        max_num_seqs = rng.randint(2, 8)
-        max_model_len = rng.choice((40, 100, 140))
-        chunked = rng.random() < 0.85
-        return cls(
-            scheduler=ResolvedSchedulerConfig(
-                policy=rng.choice(("fcfs", "priority")),
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=rng.randint(8, 64) if chunked else max_model_len,
-                steps_in_flight=steps_in_flight,
-                enable_chunked_prefill=chunked,
-                long_prefill_token_threshold=rng.randint(3, 20)
-                if chunked and rng.random() < 0.3
-                else 0,
-                resume_first=rng.random() < 0.6,
-                slot_preemption=rng.random() < 0.6,
-                max_waiting_requests=4 if rng.random() < 0.2 else 2048,
-                max_waiting_tokens=200 if rng.random() < 0.2 else 4_000_000,
-            ),
-            cache=ResolvedCacheConfig(
-                block_size=block_size,
-                enable_prefix_caching=rng.random() < 0.85,
-                hash=rng.choice(("xxh3_128", "sha256")),
-                hash_seed=rng.getrandbits(64),
-            ),
-            num_blocks=num_blocks,
-            max_model_len=max_model_len,
-            num_stages=num_stages,
-            num_steps=rng.choice((60, 120, 250, 500)),
-            num_live=rng.randint(2, 2 * max_num_seqs + 2),
-            lose_group=rng.choice((0.0, 0.002, 0.01)),
-            lose_scheduler=rng.choice((0.0, 0.001)),
-            end=rng.choice((0.002, 0.02)),
-            takes_at_once=rng.random() < 0.7,
-            reports_all_work=rng.random() < 0.3,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,25 +35,27 @@ class Workload:
     def __init__(self, rng: random.Random, config: EpisodeConfig) -> None:
         self._rng = rng
         self._block_size = config.block_size
+        self._climbs = config.climbs
         self._has_priorities = config.scheduler.policy == "priority"
         self._max_model_len = config.max_model_len
         self._max_prompt_tokens = min(80, config.max_model_len - 1)
-        capacity_tokens = (config.num_blocks - 1) * config.block_size
-        self._usual_prompt_tokens = min(
-            self._max_prompt_tokens, max(4, int(capacity_tokens * rng.uniform(0.1, 0.7)))
-        )
+        self._usual_prompt_tokens = min(self._max_prompt_tokens, config.prompt_tokens)
+        self._usual_output_tokens = config.output_tokens
         self._documents = [self._tokens(80) for _ in range(2)]
         self._recent: deque[Job] = deque(maxlen=6)
         self._count = 0
 
-    def draw(self, now: float) -> list[Job]:
-        """The requests of one submission: one, or several choices of one prompt."""
+    def draw(self, now: float, *, is_first: bool = False) -> list[Job]:
+        """The requests of one submission: one, or several choices of one prompt. `is_first`: no
+        other request lives."""
         rng = self._rng
         self._count += 1
-        num_choices = 1 if rng.random() < 0.85 else rng.randint(2, 4)
-        prompt = self._prompt()
+        num_choices = 1 if self._climbs or rng.random() < 0.85 else rng.randint(2, 4)
+        prompt = self._climbing_prompt(is_first) if self._climbs else self._prompt()
         sampling = self._sampling()
-        priority = rng.choice((0, 0, 1, 2, -1)) if self._has_priorities else 0
+        priority = 0
+        if self._has_priorities:
+            priority = -self._count if self._climbs else rng.choice((0, 0, 1, 2, -1))
         salt = "" if rng.random() < 0.8 else rng.choice(("blue", "red"))
         jobs = []
         for choice in range(num_choices):
@@ -212,13 +123,20 @@ class Workload:
             length -= length % self._block_size
         return max(length, 1)
 
+    def _climbing_prompt(self, is_first: bool) -> tuple[int, ...]:
+        """One that nearly fills the pool, and then short ones, which get in beside it."""
+        if is_first:
+            return self._tokens(self._usual_prompt_tokens)
+        shared = self._documents[0][: self._rng.choice((0, 0, 2, 4))]
+        return shared + self._tokens(self._rng.randint(1, 4))
+
     def _prompt(self) -> tuple[int, ...]:
         rng = self._rng
         kind = rng.random()
         length = self._length()
-        if kind < 0.2 or not self._recent:
+        if rng.random() < 0.2 or not self._recent:
             return self._tokens(length)
-        if kind < 0.5:
+        if kind < 0.4:
             shared = rng.choice(self._documents)[:length]
             num_own = 0 if rng.random() < 0.3 else rng.randint(0, 6)
             return (shared + self._tokens(num_own))[: self._max_prompt_tokens]
@@ -234,7 +152,8 @@ class Workload:
 
     def _sampling(self) -> SamplingParams:
         rng = self._rng
-        max_tokens = rng.choice((1, rng.randint(1, 8), rng.randint(8, 24), rng.randint(16, 40)))
+        usual = self._usual_output_tokens
+        max_tokens = 1 if rng.random() < 0.1 else rng.randint(1 + usual // 4, usual)
         return SamplingParams(
             seed=rng.getrandbits(32),
             max_tokens=max_tokens,

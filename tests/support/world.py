@@ -7,16 +7,17 @@ grow and shrink. Everything drains at the end, and every book must balance.
 
 import random
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 
 from scheduler import invariants
 from scheduler.core import SchedulerCore
 from scheduler.errors import CacheInUseError
 from scheduler.messages import InterruptionCause, StepPlan, StepResult
 from tests.support.clients import Clients, Clock, over_the_wire
+from tests.support.episode_config import EpisodeConfig, Ranges
 from tests.support.fake_worker import FakeWorkerGroup
 from tests.support.ledger import Ledger, MismatchError
 from tests.support.plan_rules import PlanRules
-from tests.support.workload import EpisodeConfig, Window
 
 _OUTSIDE_CAUSES = (
     InterruptionCause.WORKER_LOST,
@@ -24,19 +25,24 @@ _OUTSIDE_CAUSES = (
     InterruptionCause.DRAIN,
 )
 _MAX_DRAIN_TURNS = 100_000
+_PATIENCE_STEPS = 300
+"""So many plans without news for anyone mean that the core only keeps itself busy."""
 _NUM_EVENTS_TOLD = 40
 
 
 class Bug:
     """A fault put between the core and its workers; by itself it does nothing."""
 
-    def after_plan(self, core: SchedulerCore) -> None:
-        """A plan has just been made."""
+    def installed(self, config: EpisodeConfig) -> AbstractContextManager[None]:
+        """Entered for as long as the episode lasts."""
+        return nullcontext()
 
     def after_publish(self, group: FakeWorkerGroup, rng: random.Random) -> None:
-        """It has just been queued at every stage."""
+        """A plan has just been queued at every stage."""
 
-    def on_result(self, core: SchedulerCore, result: StepResult) -> StepResult:
+    def on_result(
+        self, core: SchedulerCore, group: FakeWorkerGroup, result: StepResult
+    ) -> StepResult:
         """What the core is given in place of `result`."""
         return result
 
@@ -47,13 +53,13 @@ class Episode:
     def __init__(
         self,
         rng: random.Random,
-        window: Window,
+        ranges: Ranges,
         *,
         bug: Bug | None = None,
         check_invariants: bool = True,
     ) -> None:
         self._rng = rng
-        self.config = EpisodeConfig.draw(rng, window)
+        self.config = EpisodeConfig.draw(rng, ranges)
         self._bug = bug or Bug()
         self._check_invariants = check_invariants
         self.num_steps = 0
@@ -63,7 +69,10 @@ class Episode:
         self._num_blocks = self.config.num_blocks
         self._stale_results: deque[StepResult] = deque()
         self._zombie: FakeWorkerGroup | None = None
-        self._num_empty_plans = 0
+        self._num_steps_without_news = 0
+        self._is_high_tide = True
+        """Requests keep coming in, if so after each step."""
+        self._arrival_due = True
         self._may_plan = True
         """Something has changed since the core had nothing to plan."""
         self._core = self._new_core()
@@ -91,11 +100,21 @@ class Episode:
             self._clock.now += rng.random() * 0.02
             if rng.random() < self._disturbed:
                 self._disturb()
-            if len(self.ledger.live) < self.config.num_live and rng.random() < 0.3:
-                self._clients.submit()
-                self._after_event()
+            if self._arrival_due:
+                self._arrival_due = False
+                self._arrive()
             self._work()
         self._drain()
+
+    def _arrive(self) -> None:
+        config, num_live = self.config, len(self.ledger.live)
+        if num_live >= config.num_live:
+            self._is_high_tide = False
+        elif num_live <= config.num_left:
+            self._is_high_tide = True
+        if self._is_high_tide and (config.climbs or self._rng.random() < 0.4):
+            self._clients.submit()
+            self._after_event()
 
     # -- what happens now and then -------------------------------------------------------
 
@@ -134,8 +153,12 @@ class Episode:
         self._clock.now += self._rng.choice((1.0, 30.0, 70.0))
 
     def _redraw_pace(self) -> None:
-        self._plan_weight = self._rng.uniform(0.5, 4)
-        self._deliver_weight = self._rng.uniform(0.2, 2)
+        """How eagerly plans are made and results fetched; one stage's step weighs 1."""
+        if self._rng.random() < 0.5:
+            self._plan_weight, self._deliver_weight = 4.0, 0.3
+        else:
+            self._plan_weight = self._rng.uniform(0.5, 4.0)
+            self._deliver_weight = self._rng.uniform(0.2, 2.0)
 
     # -- losses --------------------------------------------------------------------------
 
@@ -162,9 +185,11 @@ class Episode:
         rng, ledger = self._rng, self.ledger
         self._clients.take()
         cause = rng.choice(_OUTSIDE_CAUSES)
+        num_blocks = None
         if cause is InterruptionCause.RESIZE or rng.random() < 0.1:
-            self._num_blocks = rng.randint(4, max(6, self.config.num_blocks * 3 // 2))
-        self._stale_results.clear()
+            usual = self.config.num_blocks
+            fewest = 4 if rng.random() < 0.3 else max(4, usual * 2 // 3)
+            num_blocks = self._num_blocks = rng.randint(fewest, usual * 4 // 3)
         self._zombie = None
         if rng.random() < 0.5:
             self._stale_results.extend(self._group.results)
@@ -172,7 +197,7 @@ class Episode:
             self._zombie = self._group
             self._zombie.results.clear()
         self._log(f"group lost: {cause}, {self._num_blocks} blocks from now on")
-        self._core.lose_group(self._clock.now, num_blocks=self._num_blocks, cause=cause)
+        self._core.lose_group(self._clock.now, num_blocks=num_blocks, cause=cause)
         ledger.seen["group losses"] += 1
         for tracked in ledger.live.values():
             if tracked.is_open:
@@ -220,25 +245,26 @@ class Episode:
 
     def _plan(self) -> None:
         plan = self._core.plan(self._clock.now)
-        self._bug.after_plan(self._core)
         if plan is None:
             self._may_plan = False
+            self._arrival_due = True
             if not self._num_in_flight and self._core.requests:
                 raise MismatchError(f"nothing is planned for {len(self._core.requests)} requests")
             return
         self._log(plan)
         self._rules.on_plan(plan)
+        self._rules.check_findable(self._core.group.pool)
         self.ledger.on_plan(plan, self._clock.now)
-        if plan.work or self._num_in_flight:
-            self._num_empty_plans = 0
-        else:
-            self._num_empty_plans += 1
-            if self._num_empty_plans > 2 and self._core.requests:
-                raise MismatchError(f"no work is planned for {len(self._core.requests)} requests")
+        self._num_steps_without_news += 1
+        if self._num_steps_without_news > _PATIENCE_STEPS:
+            raise MismatchError(f"{len(self._core.requests)} requests make no progress")
         self._group.publish(over_the_wire(plan))
         self._bug.after_publish(self._group, self._rng)
         self._num_in_flight += 1
+        if self._num_in_flight == self.config.scheduler.steps_in_flight:
+            self.ledger.seen["full windows"] += 1
         self.num_steps += 1
+        self._arrival_due = True
         self._check(plan)
 
     def _deliver(self) -> None:
@@ -246,14 +272,14 @@ class Episode:
         is_stale = bool(stale) and (not results or self._rng.random() < 0.5)
         result = over_the_wire((stale if is_stale else results).popleft())
         self._log(result)
-        self._core.apply(self._bug.on_result(self._core, result), self._clock.now)
+        self._core.apply(self._bug.on_result(self._core, self._group, result), self._clock.now)
         if is_stale:
             self.ledger.seen["stale results"] += 1
         else:
             self._num_in_flight -= 1
             self._rules.on_result()
         if self.config.takes_at_once or self._rng.random() < 0.3:
-            self._clients.take()
+            self._num_steps_without_news *= not self._clients.take()
         self._after_event()
 
     def _log(self, event: object) -> None:
