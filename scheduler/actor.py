@@ -76,10 +76,18 @@ def _end_process() -> None:
 
 
 class SchedulerActor:
-    def __init__(self, config: ResolvedConfig, *, on_crash: Callable[[], None] = _end_process):
-        """`on_crash` is called on the thread of the step loop after the core raised."""
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        *,
+        on_crash: Callable[[], None] = _end_process,
+        on_idle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_crash` is called on the thread of the step loop after the core raised, `on_idle` on
+        the event loop about a second after the last request has ended."""
         self._config = config
         self.on_crash = on_crash
+        self._on_idle = on_idle
         self._link: PlanLink | None = None
         self._loop: StepLoop | None = None
         self._clients: dict[str, _Client] = {}
@@ -258,20 +266,27 @@ class SchedulerActor:
             client.news.set()
 
     async def _tick(self) -> None:
-        """End what belongs to replicas that are gone."""
+        was_busy = False
         while True:
             await asyncio.sleep(_TICK_SECONDS)
-            now = time.monotonic()
-            gone = {
-                client_id
-                for client_id, client in self._clients.items()
-                if now - client.last_seen_seconds > CLIENT_LOST_SECONDS
-            }
-            if gone and self._loop is not None:
-                logger.warning("%d ingress replicas are gone; their requests end", len(gone))
-                for client_id in gone:
-                    del self._clients[client_id]
-                self._loop.call(partial(_end_all, frozenset(gone)))
+            self._end_lost_clients(time.monotonic())
+            is_busy = bool(self._info.running_requests or self._info.waiting_requests)
+            if was_busy and not is_busy:
+                self._on_idle()
+            was_busy = is_busy
+
+    def _end_lost_clients(self, now: float) -> None:
+        """End what belongs to replicas that are gone."""
+        gone = {
+            client_id
+            for client_id, client in self._clients.items()
+            if now - client.last_seen_seconds > CLIENT_LOST_SECONDS
+        }
+        if gone and self._loop is not None:
+            logger.warning("%d ingress replicas are gone; their requests end", len(gone))
+            for client_id in gone:
+                del self._clients[client_id]
+            self._loop.call(partial(_end_all, frozenset(gone)))
 
 
 class _OnEventLoop:

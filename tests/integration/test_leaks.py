@@ -125,7 +125,8 @@ FATES = (to_the_end, stopped, aborted, abandoned)
 
 
 async def resident_bytes(app: str) -> dict[str, int]:
-    """Of every process of the engine."""
+    """Of every process of the engine, once it has been idle for a moment."""
+    await asyncio.sleep(2.5)
     status = await status_of(app)
     assert status.scheduler_place is not None
     pids = {f"worker {rank}": place.process_id for rank, place in enumerate(status.places)}
