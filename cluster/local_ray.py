@@ -59,13 +59,19 @@ def own_cluster(http_port: int = 8000) -> Iterator[None]:
     _set_environment(_DIRECT_INGRESS | ports)
     import ray
 
-    context = ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=_OBJECT_STORE_BYTES,
-    )
+    try:
+        context = ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=_OBJECT_STORE_BYTES,
+        )
+    except Exception as error:  # Ray has no narrower type for it
+        raise CommandError(
+            f"Ray does not start on this machine ({str(error).splitlines()[0]}); see whether other "
+            f"work keeps it from starting within 30 s, and try again."
+        ) from error
     session_dir = Path(context.address_info["session_dir"])
     note = _notes_folder() / str(os.getpid())
     note.parent.mkdir(parents=True, exist_ok=True)
