@@ -5,7 +5,6 @@ requests preempt each other all the time.
 """
 
 import asyncio
-import json
 import os
 import random
 import signal
@@ -19,6 +18,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from tests.support.events import Stream
 from tests.support.references import stories_directory
 from tests.support.serving import (
     App,
@@ -266,7 +266,7 @@ def test_what_clients_send_and_get_is_in_no_log(port: int, model: Path) -> None:
                 next(lines)
                 for pid in app.worker_pids():
                     os.kill(pid, signal.SIGKILL)
-                assert json.loads(list(lines)[-3].removeprefix("data: "))["error"]
+                assert Stream().read(["", *lines]).error is not None
     secrets = (CANARY.encode(), said.encode())
     for path in session_logs():
         content = path.read_bytes()
