@@ -6,9 +6,6 @@ BIN := $(VENV)/bin
 HARD_STOP_MINUTES ?= 40
 TEST_PROCESSES ?= auto
 
-# What `make test` needs.
-TEST_SETUP := setup-worker
-
 PACKAGES := cluster worker scheduler configs tests
 # Bytecode comes with the first import, and only for what is imported: a quarter less to do.
 INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt
@@ -17,18 +14,21 @@ PYTEST := $(HARD_STOP) $(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-worker lint check test test-full clean
+.PHONY: help serve setup setup-test setup-serve lint check test test-full clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
 
+serve: setup-serve ## serve a small chat model on this machine; ARGS="…" goes to `palimpsest serve`
+	@$(BIN)/palimpsest serve $(ARGS)
+
 check: lint ## lint, types, import contracts, unit and architecture tests: no ray, no torch
 	$(PYTEST) tests/unit tests/architecture -m "not full and not gpu"
 
-test: $(TEST_SETUP) lint ## what a change has to pass: `check`, and every test not marked `full`
+test: setup-test lint ## what a change has to pass: `check`, and every test not marked `full`
 	$(PYTEST) tests -m "not full"
 
-test-full: $(TEST_SETUP) lint ## every test, the long ones too
+test-full: setup-test lint ## every test, the long ones too
 	$(PYTEST) tests
 
 lint: setup
@@ -37,21 +37,32 @@ lint: setup
 	$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
 
+setup-serve: $(VENV)/.stamp-serve ## install all that serving a model takes into .venv
+
 setup: $(VENV)/.stamp-dev ## install palimpsest and the development tools into .venv
 
-setup-worker: $(VENV)/.stamp-worker ## the same, with torch and what else a worker runs on
+setup-test: $(VENV)/.stamp-test ## both together, which is what all of the tests need
 
 # A stamp is the last thing a set-up writes, so an interrupted one is done again.
-$(VENV)/.stamp-dev: pyproject.toml constraints.txt
+define MAKE_VENV
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "Palimpsest needs Python 3.11 or newer, and \`$(PYTHON)\` is not: make PYTHON=/path/to/python3.11 …" >&2; \
 		exit 1; }
 	$(PYTHON) -m venv $(VENV)
+endef
+
+$(VENV)/.stamp-dev: pyproject.toml constraints.txt
+	$(MAKE_VENV)
 	$(INSTALL) --editable '.[dev]'
 	@touch $@
 
-$(VENV)/.stamp-worker: $(VENV)/.stamp-dev
-	$(INSTALL) --editable '.[dev,worker]'
+$(VENV)/.stamp-serve: pyproject.toml constraints.txt
+	$(MAKE_VENV)
+	$(INSTALL) --editable '.[serve,worker]'
+	@touch $@
+
+$(VENV)/.stamp-test: $(VENV)/.stamp-dev
+	$(INSTALL) --editable '.[dev,serve,worker]'
 	@touch $@
 
 clean: ## remove .venv and everything that tools and tests have left

@@ -12,7 +12,11 @@ import typer
 
 from cluster.config_command import config
 from cluster.errors import CommandError
+from cluster.pull_command import pull
+from cluster.serve_command import serve
 from cluster.simulation_command import simulate
+from cluster.status_command import status
+from cluster.stop_command import stop
 from configs import ConfigError
 
 
@@ -37,8 +41,12 @@ def _app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    app.command()(config)
+    app.command()(serve)
+    app.command()(status)
+    app.command()(stop)
+    app.command()(pull)
     app.command()(simulate)
+    app.command()(config)
     return app
 
 

@@ -1,4 +1,4 @@
-"""Errors of the command line."""
+"""Errors of the command line, and of the way to the engine."""
 
 
 class CommandError(Exception):
@@ -8,3 +8,23 @@ class CommandError(Exception):
     to change, and ends with exit code 2 and no traceback. Raise it (or a subclass) for bad
     arguments and bad input files, never for a fault of ours.
     """
+
+
+class EngineError(Exception):
+    """Base of what can go wrong between an ingress replica and the engine."""
+
+
+class EngineUnavailableError(EngineError):
+    """The engine takes no requests now; the message says why. Try again later."""
+
+
+class EngineLostError(EngineError):
+    """The scheduler that was being talked to is gone, with everything it had accepted."""
+
+
+class EngineStartError(EngineError):
+    """The engine cannot start; the message says what to change."""
+
+
+class EngineBusyError(EngineError):
+    """What was asked for cannot be done while requests run; the message says how much they hold."""

@@ -6,7 +6,14 @@ from typing import Literal, TypeAlias
 from pydantic import ByteSize
 
 from configs.errors import ConfigError
-from configs.sections import CacheConfig, Config, ModelConfig, SchedulerConfig, ServerConfig
+from configs.sections import (
+    CacheConfig,
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 
@@ -47,6 +54,7 @@ def resolve(
     each other. Resolving twice changes nothing.
     """
     _check_server(config.server)
+    _check_ports(config.parallel)
     model = _resolve_model(config.model, model_context_tokens)
     scheduler = _resolve_scheduler(config.scheduler, device, config.parallel.pipeline_parallel_size)
     _check_chunked_prefill(scheduler, model.max_model_len)
@@ -111,6 +119,14 @@ def _check_chunked_prefill(scheduler: ResolvedSchedulerConfig, max_model_len: in
             f"scheduler.enable_chunked_prefill off it must be at least the context length of "
             f"{max_model_len} tokens: raise it, lower model.max_model_len, or set chunked "
             f"prefill to true."
+        )
+
+
+def _check_ports(parallel: ParallelConfig) -> None:
+    if parallel.last_port < parallel.first_port:
+        raise ConfigError(
+            f"parallel.last_port is {parallel.last_port}, which is below parallel.first_port "
+            f"({parallel.first_port}): set it to {parallel.first_port} or more."
         )
 
 

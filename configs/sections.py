@@ -131,6 +131,17 @@ class ParallelConfig(Section):
     cpus_per_rank: float = Field(0, ge=0)
     """CPUs that Ray reserves for each CPU worker. 0: none, so that a small machine can hold
     more workers than it has cores."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What the workers compute on. `auto`: GPUs if the Ray cluster has any, otherwise CPUs."""
+    plan_link: Literal["zmq", "ray"] = "zmq"
+    """How the plan of each step reaches the workers. `zmq`: ZeroMQ sockets. `ray`: calls of Ray,
+    ten times slower, for networks in which only Ray's ports are open; with several workers these
+    still need ports of their own among themselves."""
+    first_port: int = Field(20000, ge=1024, le=65535)
+    """The first of the ports on which the scheduler and the workers listen for each other. On a
+    single machine they listen on the loopback interface only."""
+    last_port: int = Field(29999, ge=1024, le=65535)
+    """The last of these ports."""
 
 
 class ServerConfig(Section):

@@ -57,6 +57,7 @@ class SchedulerCore:
         num_blocks: int,
         max_model_len: int,
         pipeline_stages: int = 1,
+        epoch: int = 0,
         record_cache_events: bool = False,
     ) -> None:
         """`scheduler` must be resolved (`configs.resolve`); `num_blocks` counts the null block.
@@ -85,7 +86,7 @@ class SchedulerCore:
         self.requests: dict[str, Request] = {}
         """All that have not ended."""
         self.accounting = Accounting()
-        self.group = self._new_group(epoch=0, num_blocks=num_blocks)
+        self.group = self._new_group(epoch=epoch, num_blocks=num_blocks)
         self._planner = StepPlanner(
             scheduler,
             group=self.group,
@@ -220,6 +221,12 @@ class SchedulerCore:
         )
         for request in list(self.requests.values()):
             self._fit(request, now)
+
+    def give_up(self, error: str, now: float) -> None:
+        """End every request with `error`, because there are no workers and will be none."""
+        running, self.group.running = self.group.running, []
+        for request in [*running, *self.waiting]:
+            self._finish(request, FinishReason.ERROR, now, error=error)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached content. Raises CacheInUseError while blocks are held."""

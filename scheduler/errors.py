@@ -26,3 +26,11 @@ class IllegalMoveError(SchedulerError):
 
 class BrokenInvariantError(SchedulerError):
     """State that must hold after every step does not. Always a bug of ours."""
+
+
+class LinkError(SchedulerError):
+    """A rank cannot be reached, or a message could not be carried; the link is of no more use."""
+
+
+class GroupLostError(SchedulerError):
+    """The worker group cannot go on in this epoch; the message says who reported what."""

@@ -180,6 +180,12 @@ class SubmitRequest(Message, frozen=True):
     """None: a new request, not a continuation."""
 
 
+class SubmitRequests(Message, frozen=True):
+    """To be accepted all together, or not at all."""
+
+    requests: tuple[SubmitRequest, ...]
+
+
 class EndRequest(Message, frozen=True):
     """End a request from outside, whatever it is doing.
 
@@ -215,6 +221,15 @@ class BadRequest(Message, frozen=True, tag=True):
 
 
 Admission: TypeAlias = Accepted | QueueFull | NeverFits | BadRequest
+
+
+class Unavailable(Message, frozen=True, tag=True):
+    """The engine takes no requests in this state; nothing was looked at."""
+
+    message: str
+
+
+SubmitAnswer: TypeAlias = Admission | Unavailable
 
 
 # ---------------------------------------------------------------------------------------
@@ -294,11 +309,68 @@ class SeqOutput(Message, frozen=True):
     error: str | None = None
 
 
-class StepResult(Message, frozen=True):
+class StepResult(Message, frozen=True, tag=True):
     epoch: int
     step_id: int
     outputs: tuple[SeqOutput, ...]
     execute_seconds: float = 0.0
+    gap_seconds: float = 0.0
+    """From the end of the step before to the start of this one, idle or waiting for the plan."""
+
+
+class WorkerFault(Message, frozen=True, tag=True):
+    """A rank cannot go on in this epoch. `kind` is the name of the error, `message` its text."""
+
+    epoch: int
+    step_id: int
+    rank: int
+    kind: str
+    message: str
+
+
+class Heartbeat(Message, frozen=True, tag=True):
+    """A rank is there and waits for step `step_id`. The first one says that it has joined."""
+
+    epoch: int
+    rank: int
+    step_id: int
+
+
+WorkerMessage: TypeAlias = StepResult | WorkerFault | Heartbeat
+
+
+# ---------------------------------------------------------------------------------------
+# Supervisor to workers, and the answer
+
+
+class JoinGroup(Message, frozen=True):
+    """Form a group with the other ranks, for one epoch; the one before is over."""
+
+    epoch: int
+    rank: int
+    host: str
+    """The address of this rank at which the others reach it, and at no other."""
+    store_host: str
+    store_port: int
+    """Where rank 0 listens, so that all can find each other."""
+    store_prefix: str
+    """Of all keys in that store, so that nothing of another epoch can be found there."""
+
+
+class WorkerHello(Message, frozen=True):
+    """What a rank brings into its group."""
+
+    epoch: int
+    rank: int
+    num_blocks: int
+    """Blocks of KV cache, with the null block: what fits on every rank of the group."""
+    block_bytes: int
+    """On this rank."""
+    model_digest: str
+    """The same on all ranks that read the same model."""
+    vocab_size: int
+    max_model_len: int
+    """The context length, in tokens: the configured one, or else the model's own."""
 
 
 # ---------------------------------------------------------------------------------------
@@ -329,6 +401,56 @@ class TokenBatch(Message, frozen=True):
     deltas: tuple[TokenDelta, ...]
 
 
+class EngineState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    """What was accepted goes on, nothing new is taken."""
+    FAILED = "failed"
+    """For good; only a new engine helps."""
+
+
+class EngineInfo(Message, frozen=True):
+    """The engine as an ingress replica needs to know it. Sizes are 0 until workers reported."""
+
+    state: EngineState
+    reason: str = ""
+    """Why no token can be made now, as one sentence; empty when `state` is READY."""
+    epoch: int = 0
+    max_model_len: int = 0
+    vocab_size: int = 0
+    block_size: int = 0
+    num_blocks: int = 0
+    """With the null block."""
+    running_requests: int = 0
+    waiting_requests: int = 0
+    waiting_tokens: int = 0
+    tokens_per_second: float = 0.0
+    """Tokens that recent steps computed, prompt and output; 0.0 while that is not known."""
+
+    @property
+    def capacity_tokens(self) -> int:
+        """What all requests together can hold."""
+        return max(0, self.num_blocks - 1) * self.block_size
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is EngineState.READY
+
+
+class PollAnswer(Message, frozen=True):
+    """Answer to a poll of one ingress replica.
+
+    Batches are numbered per replica from 1 on. A poll says which one arrived last, and until
+    then the same one is given again. Without news `batches` is empty and `number` is the one
+    that the poll named.
+    """
+
+    number: int
+    batches: tuple[TokenBatch, ...]
+    info: EngineInfo
+
+
 # ---------------------------------------------------------------------------------------
 # Wire
 
@@ -336,10 +458,22 @@ M = TypeVar("M", bound=Message)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[object, msgspec.msgpack.Decoder[object]] = {}
+_worker_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
+_answer_decoder: msgspec.msgpack.Decoder[SubmitAnswer] = msgspec.msgpack.Decoder(SubmitAnswer)
 
 
 def encode(message: Message) -> bytes:
     return _encoder.encode(message)
+
+
+def decode_worker_message(data: bytes) -> WorkerMessage:
+    """What a worker sent; raises msgspec.DecodeError (ValidationError is one) on anything else."""
+    return _worker_decoder.decode(data)
+
+
+def decode_submit_answer(data: bytes) -> SubmitAnswer:
+    """The answer to a submission; raises msgspec.DecodeError on anything else."""
+    return _answer_decoder.decode(data)
 
 
 def decode(data: bytes, kind: type[M]) -> M:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from configs import ResolvedConfig
-from configs.ranks import RankPlace, place_of_rank, world_size
+from configs.ranks import RankPlace, place_of_rank
 from scheduler.messages import StepPlan, StepResult
 from worker.attention.select import select_attention
 from worker.comm import Group, SoloTensorGroup, TensorGroup
@@ -41,6 +41,7 @@ class RankReport:
     bytes_per_block: int
     """On this rank."""
     max_model_len: int
+    vocab_size: int
     model_digest: str
 
 
@@ -106,8 +107,6 @@ class Rank:
         """
         self.leave()
         decoder = self._loaded()
-        if meeting is None and world_size(self._config.parallel) > 1:
-            raise WorkerError(f"rank {self._rank} of several has to meet the others")
         group, control = Group(), ControlGroup(None)
         if meeting is not None:
             joining = GroupJoin(meeting, self._config.parallel, self._place)
@@ -134,7 +133,14 @@ class Rank:
             # What a newcomer can hold may be less; this rank's memory stays as it is.
             num_blocks = control.minimum(self._shard.cache.size.num_blocks)
         self._executor = Executor(self._shard, group, epoch=epoch, num_blocks=num_blocks)
-        return RankReport(self._rank, num_blocks, bytes_per_block, max_model_len, spec.digest)
+        return RankReport(
+            rank=self._rank,
+            num_blocks=num_blocks,
+            bytes_per_block=bytes_per_block,
+            max_model_len=max_model_len,
+            vocab_size=spec.vocab_size,
+            model_digest=spec.digest,
+        )
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """See `Executor.execute`."""

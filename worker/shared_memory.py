@@ -48,6 +48,7 @@ class SharedMemoryTensorGroup:
         self._channel = library.open_channel(
             address, rank, size, _SLOT_BYTES, deadline, handles, len(peers)
         )
+        self._aborted = False
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -74,13 +75,13 @@ class SharedMemoryTensorGroup:
 
     def abort(self) -> None:
         """Also ends what the other ranks wait for."""
+        self._aborted = True
         if self._channel:
             self._library.abort_channel(self._channel)
 
     def close(self) -> None:
-        """Also ends what the other ranks wait for. Not while another thread is in a call."""
+        """Not while another thread is in a call."""
         if self._channel:
-            self._library.abort_channel(self._channel)
             self._library.close_channel(self._channel)
             self._channel = None
             for handle in self._peers:
@@ -137,8 +138,7 @@ class _Handshake:
                 self._create(whole)
             else:
                 self._map(whole)
-        except (AttributeError, BackendUnavailableError, OSError, ValueError):
-            # AttributeError: anonymous shared memory is Linux's alone.
+        except (BackendUnavailableError, OSError, ValueError):
             if self._rank == 0:
                 self._store.set("segment", b"none")
             return False

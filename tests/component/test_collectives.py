@@ -140,20 +140,6 @@ def test_abort_wakes_who_waits() -> None:
         group.close()
 
 
-def test_who_leaves_wakes_who_waits_for_it_in_the_stage() -> None:
-    leaving, waiting = join_all(2)
-    with ThreadPoolExecutor(1) as thread:
-        call = thread.submit(waiting.tensor.all_reduce, torch.ones(4))
-        time.sleep(0.05)
-        assert not call.done()
-        leaving.close()
-        with pytest.raises(GroupBrokenError, match="told to stop"):
-            call.result(timeout=5)
-    with pytest.raises(GroupBrokenError, match="told to stop"):
-        leaving.tensor.all_reduce(torch.ones(4))
-    waiting.close()
-
-
 def test_who_leaves_wakes_who_waits_for_it_in_the_next_stage() -> None:
     first, second = join_all(1, 2)
     with ThreadPoolExecutor(1) as thread:

@@ -198,10 +198,7 @@ void abort_channel(Channel* c) {
   c->header->abort.store(1);
 }
 
-// The collectives take a null channel, one that was closed, as aborted.
-
 int all_reduce(Channel* c, void* data, int64_t n, int32_t dtype) {
-  if (!c) return kAborted;
   if (dtype == kFloat32) return all_reduce_all<float>(*c, data, n);
   if (dtype == kBFloat16) return all_reduce_all<BFloat16>(*c, data, n);
   return all_reduce_all<Float16>(*c, data, n);
@@ -209,7 +206,6 @@ int all_reduce(Channel* c, void* data, int64_t n, int32_t dtype) {
 
 // out[rows, size, row_bytes] <- everybody's x[rows, row_bytes].
 int all_gather(Channel* c, const void* x, void* out, int64_t rows, int64_t row_bytes) {
-  if (!c) return kAborted;
   const int64_t piece = std::min(row_bytes, c->slot_bytes);
   const int64_t rows_at_once = std::max<int64_t>(1, c->slot_bytes / std::max<int64_t>(1, row_bytes));
   for (int64_t row = 0; row < rows; row += rows_at_once) {
@@ -234,7 +230,6 @@ int all_gather(Channel* c, const void* x, void* out, int64_t rows, int64_t row_b
 
 // x <- rank 0's x. Rank 0 does not wait for the others.
 int broadcast(Channel* c, void* x, int64_t bytes) {
-  if (!c) return kAborted;
   for (int64_t at = 0; at < bytes; at += c->slot_bytes) {
     const int64_t count = std::min(c->slot_bytes, bytes - at);
     if (Status s = c->begin()) return s;

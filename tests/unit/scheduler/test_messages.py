@@ -16,13 +16,18 @@ from scheduler.messages import (
     CloseReason,
     EndReason,
     EndRequest,
+    EngineInfo,
+    EngineState,
     Extend,
     FinishReason,
+    Heartbeat,
     InterruptionCause,
     Interruptions,
+    JoinGroup,
     Message,
     NeverFits,
     Open,
+    PollAnswer,
     PromptLogprobs,
     QueueFull,
     SamplingParams,
@@ -32,10 +37,14 @@ from scheduler.messages import (
     StepPlan,
     StepResult,
     SubmitRequest,
+    SubmitRequests,
     TokenBatch,
     TokenDelta,
     TokenLogprobs,
+    Unavailable,
     Usage,
+    WorkerFault,
+    WorkerHello,
     decode,
     encode,
     pack_token_ids,
@@ -82,6 +91,7 @@ CLOSE = Close(SEQ, CloseReason.PREEMPTED)
 WORK = SeqWork(SEQ, 16, 5, sample=True)
 OUTPUT = SeqOutput(SEQ, (11,), (ROW,), PromptLogprobs(1, (ROW,)), error="no finite probability")
 DELTA = TokenDelta("r", (1,), (ROW,), (ROW, ROW), FinishReason.STOP, USAGE, "broken")
+INFO = EngineInfo(EngineState.STARTING, "loading", 1, 8192, 49152, 16, 100, 2, 3, 40, 12.5)
 
 EXAMPLES: tuple[Message, ...] = (
     SAMPLING,
@@ -91,7 +101,9 @@ EXAMPLES: tuple[Message, ...] = (
     ROW,
     PromptLogprobs(1, (ROW, ROW)),
     SubmitRequest("r", "client", PACKED, SAMPLING, 1.5, -3, "salt", PACKED, USAGE),
+    SubmitRequests((SubmitRequest("r", "client", PACKED, SAMPLING, 1.5),)),
     EndRequest("r", EndReason.SLOW_CLIENT, 4),
+    Unavailable("the workers are joining"),
     Accepted(),
     QueueFull("full"),
     NeverFits("too large", 160),
@@ -102,9 +114,15 @@ EXAMPLES: tuple[Message, ...] = (
     WORK,
     StepPlan(1, 2, (OPEN, EXTEND, CLOSE), (WORK,)),
     OUTPUT,
-    StepResult(1, 2, (OUTPUT,), 0.25),
+    StepResult(1, 2, (OUTPUT,), 0.25, 0.125),
+    WorkerFault(1, 2, 3, "MirrorDriftError", "starts at 4, expected 5"),
+    Heartbeat(1, 2, 3),
+    JoinGroup(1, 2, "127.0.0.1", "127.0.0.2", 29500, "epoch-1"),
+    WorkerHello(1, 2, 100, 4096, "digest", 49152, 8192),
     DELTA,
     TokenBatch(2, (DELTA,)),
+    INFO,
+    PollAnswer(4, (TokenBatch(2, (DELTA,)),), INFO),
 )
 
 
@@ -160,7 +178,9 @@ def test_update_keeps_its_kind_within_a_plan(update: Open | Extend | Close) -> N
 
 def test_defaults_may_be_left_out() -> None:
     """A message from a build that did not know the last fields yet."""
-    assert decode(msgspec.msgpack.encode([1, 2, []]), StepResult) == StepResult(1, 2, ())
+    assert decode(msgspec.msgpack.encode(["StepResult", 1, 2, []]), StepResult) == StepResult(
+        1, 2, ()
+    )
 
 
 # -- what is refused --------------------------------------------------------------------

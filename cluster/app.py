@@ -1,0 +1,83 @@
+"""The Serve application: `build_app` is what `serve run`, `serve build` and `serve deploy` call.
+
+serve run cluster.app:build_app model=smollm2-135m cache.num_blocks=4096
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ray.serve import Application
+
+from cluster.asgi import KeyDigests
+from cluster.engine_spec import EngineSpec
+from cluster.http_app import HttpSettings
+from cluster.ingress import Ingress, IngressSpec
+from configs import Config, ConfigError, load
+from configs.settings import all_settings, sections
+
+# Serve's own limits, which would answer before ours do.
+_MAX_ONGOING_REQUESTS = 100_000
+_NO_LIMIT = -1
+
+_PATHS_OF_ARGUMENTS = "config, model, SECTION.KEY, or SECTION with keys in it"
+
+
+def build_app(args: Mapping[str, Any]) -> Application:
+    """The application that `args` ask for.
+
+    `config` is a YAML file, `model` stands for `model.model`, `SECTION.KEY` is any setting, and a
+    section may also be given with its keys inside. Keys come from the file or the environment of
+    whoever builds the application. Raises ConfigError.
+    """
+    config = config_of(args)
+    return application(config, EngineSpec.of(config))
+
+
+def config_of(args: Mapping[str, Any]) -> Config:
+    """Raises ConfigError for arguments that are no settings."""
+    path = args.get("config")
+    return load(Path(path) if path else None, list(_overrides(args))).config
+
+
+def application(config: Config, engine: EngineSpec) -> Application:
+    """The application for `config`, over the engine that was made from it."""
+    server = config.server
+    spec = IngressSpec(
+        engine=engine,
+        model=config.model,
+        http=HttpSettings(
+            api_keys=KeyDigests.of(key.get_secret_value() for key in server.api_keys)
+        ),
+        max_queue_seconds=server.max_queue_seconds,
+    )
+    deployment = Ingress.options(
+        max_ongoing_requests=_MAX_ONGOING_REQUESTS,
+        max_queued_requests=_NO_LIMIT,
+        graceful_shutdown_timeout_s=server.drain_seconds,
+        # A small machine must be able to hold the ingress beside its workers.
+        ray_actor_options={"num_cpus": 0},
+        logging_config={"enable_access_log": False},
+    )
+    return deployment.bind(spec)
+
+
+def _overrides(args: Mapping[str, Any]) -> Iterator[str]:
+    """The arguments as `section.key=value`."""
+    for name, value in args.items():
+        if name == "config":
+            continue
+        if name == "model" and isinstance(value, str):
+            yield f"model.model={value}"
+        elif name in sections() and isinstance(value, Mapping):
+            for key, inner in value.items():
+                yield f"{name}.{key}={_text(inner)}"
+        elif name in all_settings():
+            yield f"{name}={_text(value)}"
+        else:
+            raise ConfigError(f"{name} is no argument: there are {_PATHS_OF_ARGUMENTS}.")
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

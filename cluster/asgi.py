@@ -1,0 +1,156 @@
+"""What every request passes before it reaches a route: its id, its key, the size of its body."""
+
+import hashlib
+import hmac
+import json
+import logging
+import re
+import secrets
+import uuid
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.api_errors import ApiError, AuthenticationError, BodyTooLargeError, InternalError
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 << 20
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""Probes and scrapers carry no keys."""
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyDigests:
+    """The keys that let somebody in, as salted hashes: this travels through Ray and its logs."""
+
+    salt: bytes = b""
+    digests: tuple[bytes, ...] = ()
+
+    @classmethod
+    def of(cls, keys: Iterable[str]) -> "KeyDigests":
+        salt = secrets.token_bytes(16)
+        return cls(salt, tuple(_digest(salt, key) for key in keys))
+
+    def __bool__(self) -> bool:
+        return bool(self.digests)
+
+    def match(self, key: str) -> int | None:
+        """The number of the key, or None. How long it takes tells nothing."""
+        given = _digest(self.salt, key)
+        matches = [hmac.compare_digest(given, known) for known in self.digests]
+        return matches.index(True) if any(matches) else None
+
+
+def _digest(salt: bytes, key: str) -> bytes:
+    return hashlib.sha256(salt + key.encode()).digest()
+
+
+class Guard:
+    """Wraps the application. Whatever happens inside, the answer has a request id and errors
+    have a body. `scope["api_key"]` is the number of the client's key, or None."""
+
+    def __init__(self, app: ASGIApp, api_keys: KeyDigests, *, sends_request_id: bool) -> None:
+        """Without keys every request is let in."""
+        self._app = app
+        self._api_keys = api_keys
+        self._sends_request_id = sends_request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = _request_id(headers.get("x-request-id"))
+        answer = _Answer(send, request_id if self._sends_request_id else None)
+        try:
+            scope["api_key"] = self._key_of(scope["path"], headers)
+            _check_length(headers)
+            await self._app(scope, _Body(receive), answer)
+        except ApiError as error:
+            await answer.error(error)
+        except Exception:
+            logger.exception("request %s failed", request_id)
+            await answer.error(InternalError("The server made a mistake; its log tells more."))
+
+    def _key_of(self, path: str, headers: Headers) -> int | None:
+        """The number of the key, None where none is needed; raises AuthenticationError."""
+        if not self._api_keys or path in OPEN_PATHS:
+            return None
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        number = self._api_keys.match(key.strip()) if scheme.lower() == "bearer" else None
+        if number is None:
+            raise AuthenticationError(
+                "This server needs an API key: send the header Authorization: Bearer KEY.",
+                code="invalid_api_key",
+            )
+        return number
+
+
+class _Answer:
+    """Passes an answer on, with the request id in its headers unless that is None."""
+
+    def __init__(self, send: Send, request_id: str | None) -> None:
+        self._send = send
+        self._request_id = request_id
+        self._is_begun = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._is_begun = True
+            if self._request_id is not None:
+                message.setdefault("headers", [])
+                MutableHeaders(raw=message["headers"])["x-request-id"] = self._request_id
+        await self._send(message)
+
+    async def error(self, error: ApiError) -> None:
+        """Answer with `error`, unless an answer has begun."""
+        if self._is_begun:
+            return
+        headers = {"content-type": "application/json", **error.headers}
+        await self(
+            {
+                "type": "http.response.start",
+                "status": error.status,
+                "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+            }
+        )
+        await self({"type": "http.response.body", "body": json.dumps(error.body()).encode()})
+
+
+class _Body:
+    """Receives the body of a request up to the limit, whatever its headers promised."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._num_bytes = 0
+
+    async def __call__(self) -> MutableMapping[str, Any]:
+        message = await self._receive()
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > MAX_BODY_BYTES:
+            # The one exception that FastAPI lets through while it reads a body.
+            raise HTTPException(413, too_large().message)
+        return message
+
+
+def too_large() -> BodyTooLargeError:
+    return BodyTooLargeError(f"The body of a request may have at most {MAX_BODY_BYTES} bytes.")
+
+
+def _check_length(headers: Headers) -> None:
+    length = headers.get("content-length", "0")
+    if length.isdigit() and int(length) > MAX_BODY_BYTES:
+        raise too_large()
+
+
+def _request_id(given: str | None) -> str:
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given
+    return uuid.uuid4().hex

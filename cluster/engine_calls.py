@@ -1,0 +1,151 @@
+"""The engine over Ray, as an EngineClient calls it."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from cluster.engine_client import EngineClient
+from cluster.engine_spec import EngineSpec
+from cluster.errors import EngineBusyError, EngineLostError
+from cluster.supervisor import supervisor_of
+from cluster.supervisor_view import EngineView
+from scheduler.errors import CacheInUseError
+from scheduler.messages import (
+    EndRequest,
+    EngineInfo,
+    EngineState,
+    PollAnswer,
+    SubmitAnswer,
+    SubmitRequest,
+    SubmitRequests,
+    decode,
+    decode_submit_answer,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = 0.2
+_LOST = "the scheduler died; the requests it had accepted are lost"
+_REPLACED = "another configuration has been deployed in the place of this one"
+
+
+class RayEngineCalls:
+    """Finds the engine of an application through its supervisor, and keeps the lease."""
+
+    def __init__(self, app: str, spec: EngineSpec) -> None:
+        self._app = app
+        self._spec = spec
+        self._client_id = ""
+        self._supervisor: Any = None
+        self._view: EngineView | None = None
+        self._scheduler: Any = None
+        self._epoch = -1
+        self._lost_epoch = -1
+        """Of the last scheduler that died under us; the supervisor may not know yet."""
+        self._watcher: asyncio.Task[None] | None = None
+
+    def start(self, client_id: str) -> None:
+        """Take part in the lease as `client_id`, from now until `close`."""
+        self._client_id = client_id
+        self._watcher = asyncio.create_task(self._watch(), name="engine-lease")
+
+    async def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+
+    async def submit(self, messages: Sequence[SubmitRequest]) -> SubmitAnswer:
+        data = await self._call("submit", encode(SubmitRequests(tuple(messages))))
+        return decode_submit_answer(data)
+
+    async def end(self, message: EndRequest) -> None:
+        await self._call("end", encode(message))
+
+    async def reset_prefix_cache(self) -> None:
+        try:
+            await self._call("reset_prefix_cache")
+        except CacheInUseError as error:
+            raise EngineBusyError(str(error)) from error
+
+    async def poll(self, client_id: str, last_batch: int) -> PollAnswer:
+        if self._scheduler is None:
+            await asyncio.sleep(_PAUSE_SECONDS)
+        if self._scheduler is None:
+            return PollAnswer(last_batch, (), self._info())
+        return decode(await self._call("poll", client_id, last_batch), PollAnswer)
+
+    async def _call(self, method: str, *arguments: object) -> Any:
+        """Call the scheduler. A machine out of reach for a moment is called again."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            raise EngineLostError(self._info().reason)
+        while True:
+            try:
+                return await getattr(scheduler, method).remote(*arguments)
+            except ray.exceptions.ActorUnavailableError:
+                # All calls may be repeated: ids are known, batches are kept.
+                await asyncio.sleep(_PAUSE_SECONDS)
+            except ray.exceptions.RayActorError as error:
+                if self._scheduler is scheduler:
+                    self._scheduler = None
+                    self._lost_epoch = self._epoch
+                raise EngineLostError(_LOST) from error
+
+    def _info(self) -> EngineInfo:
+        """What is to be said of the engine while there is no scheduler to ask."""
+        view = self._view
+        if view is None:
+            return EngineInfo(EngineState.STARTING, "the supervisor has not answered yet")
+        if view.fingerprint != self._spec.fingerprint:
+            return EngineInfo(EngineState.DRAINING, _REPLACED)
+        if view.info.epoch == self._lost_epoch and view.info.state is not EngineState.STARTING:
+            return EngineInfo(EngineState.FAILED, _LOST)
+        return view.info
+
+    async def _watch(self) -> None:
+        """Follow the supervisor's view; find a new supervisor when it is gone."""
+        while True:
+            try:
+                if self._supervisor is None:
+                    self._supervisor = supervisor_of(self._app)
+                    call = self._supervisor.attach.remote(self._client_id, self._spec)
+                else:
+                    version = self._view.version if self._view is not None else -1
+                    call = self._supervisor.look.remote(self._client_id, version)
+                self._take(await call)
+            except ray.exceptions.ActorUnavailableError:
+                await asyncio.sleep(_PAUSE_SECONDS)
+            except ray.exceptions.RayActorError:
+                logger.warning("the supervisor of %s is gone; asking for a new one", self._app)
+                self._supervisor = None
+                self._lost_epoch = -1  # a new supervisor counts from 0 again
+                await asyncio.sleep(_PAUSE_SECONDS)
+            except Exception:
+                # The engine ends when nobody looks.
+                logger.exception("asking the supervisor failed; trying again")
+                await asyncio.sleep(_PAUSE_SECONDS)
+
+    def _take(self, view: EngineView) -> None:
+        self._view = view
+        # An engine that is being replaced still has answers for us, so its scheduler is kept
+        # until it dies; a view without one, or with another, is no reason to leave it.
+        is_ours = view.fingerprint == self._spec.fingerprint
+        is_alive = view.scheduler is not None and view.info.epoch > self._lost_epoch
+        if is_ours and is_alive and self._scheduler is None:
+            self._scheduler, self._epoch = view.scheduler, view.info.epoch
+
+
+def connect(app: str, spec: EngineSpec) -> EngineClient:
+    """A started client of the application's engine, which is started too if need be.
+
+    Returns at once, within a running event loop; `EngineClient.info` says how far things are.
+    """
+    calls = RayEngineCalls(app, spec)
+    client = EngineClient(calls, on_close=calls.close)
+    calls.start(client.client_id)
+    client.start()
+    return client

@@ -1,0 +1,78 @@
+"""The HTTP side as a Ray Serve deployment: stateless replicas, each with its line to the engine."""
+
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ray import serve
+from starlette.types import ASGIApp
+
+from cluster.engine_calls import connect
+from cluster.engine_spec import EngineSpec
+from cluster.errors import EngineLostError
+from cluster.frontend import Frontend
+from cluster.http_app import HttpSettings, build_http_app
+from cluster.sampling import SamplingDefaults, SeedSource
+from cluster.text import TextCodec
+from configs import ModelConfig
+from scheduler.messages import EngineState
+
+logger = logging.getLogger(__name__)
+
+_TEXT_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class IngressSpec:
+    """What a replica is made from. Travels through Ray, so it holds no key."""
+
+    engine: EngineSpec
+    model: ModelConfig
+    http: HttpSettings
+    max_queue_seconds: float
+
+
+class IngressReplica:
+    """One replica. It is there at once; whether the engine is ready is what `/ready` says."""
+
+    def __init__(self, spec: IngressSpec) -> None:
+        # Its threads would fight with the workers for the cores; ours are enough.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        self._spec = spec
+        self._engine = connect(serve.get_replica_context().app_name, spec.engine)
+        self._executor = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="text")
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        directory = find_model_directory(self._spec.model)
+        frontend = Frontend(
+            engine=self._engine,
+            codec=TextCodec.load(directory, self._executor),
+            defaults=SamplingDefaults.read(directory),
+            seeds=SeedSource(self._spec.model.seed),
+            model_names=self._spec.model.served_model_name or (self._spec.model.model,),
+            max_queue_seconds=self._spec.max_queue_seconds,
+        )
+        return build_http_app(frontend, self._spec.http)
+
+    async def check_health(self) -> None:
+        """Serve replaces a replica whose engine is given up; the new one asks for a new engine."""
+        info = self._engine.info()
+        if info.state is EngineState.FAILED:
+            raise EngineLostError(info.reason)
+
+    async def __del__(self) -> None:
+        await self._engine.close()
+        self._executor.shutdown(wait=False)
+
+
+# Serve builds the HTTP application after the constructor, in the process of the replica.
+Ingress = serve.deployment(name="Ingress")(serve.ingress()(IngressReplica))
+
+
+def find_model_directory(model: ModelConfig) -> Path:
+    """Where the model lies on this machine; hub models are fetched. Raises ModelNotFoundError."""
+    from worker.models.directory import find_model
+
+    return find_model(model.model, model.revision)

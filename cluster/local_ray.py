@@ -1,0 +1,178 @@
+"""A Ray cluster of our own on this machine, or a connection to one that runs already.
+
+Ray reads its environment when it is imported, so nothing here imports it at the top.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import platformdirs
+
+from cluster.errors import CommandError
+
+_OBJECT_STORE_BYTES = 256 << 20
+
+# For a cluster of ours; whoever sets one of these means it.
+_ENVIRONMENT = {
+    # Who may connect may run code, so a token is asked for; Ray keeps it in the user's home.
+    "RAY_AUTH_MODE": "token",
+    # Despite its name: off means that all of Ray listens on the loopback interface only.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # CPU workers ask for no GPU, which is no reason to hide the GPUs with a warning.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+# The ingress replica listens itself. Through Serve's proxy each token of each stream costs three
+# times the CPU, and nobody learns that a client does not read.
+_DIRECT_INGRESS = {
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    "RAY_SERVE_PORT_QUARANTINE_S": "0",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+}
+
+AUTO = "auto"
+"""Stands for the address of the cluster on this machine."""
+
+
+@contextlib.contextmanager
+def own_cluster(http_port: int = 8000) -> Iterator[None]:
+    """Ray for this process and its children, on the loopback interface; nothing of it is left.
+
+    The one ingress replica will listen on `http_port`. When this process dies in whatever way, the
+    kernel ends Ray's processes too.
+    """
+    ports = {
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(http_port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(http_port + 1),  # exclusive
+    }
+    _set_environment(_DIRECT_INGRESS | ports)
+    import ray
+
+    context = ray.init(
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=_OBJECT_STORE_BYTES,
+    )
+    session_dir = Path(context.address_info["session_dir"])
+    note = _notes_folder() / str(os.getpid())
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(context.address_info["gcs_address"])
+    try:
+        yield
+    finally:
+        note.unlink(missing_ok=True)
+        ray.shutdown()
+        _remove_session(session_dir)
+
+
+@contextlib.contextmanager
+def joined_cluster(address: str) -> Iterator[None]:
+    """A connection to the Ray cluster at `address`. Raises CommandError if there is none."""
+    if address in _noted_clusters():
+        # It listens on the loopback interface, where Ray would not look for it by itself.
+        _set_environment({})
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise CommandError(
+            f"There is no Ray cluster to join at {address} ({str(error).splitlines()[0]}); start "
+            f"one with `ray start --head`, or leave --address out."
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _set_environment(more: Mapping[str, str]) -> None:
+    """Must come before ray is imported for the first time."""
+    for name, value in {**_ENVIRONMENT, **more}.items():
+        os.environ.setdefault(name, value)
+
+
+def _notes_folder() -> Path:
+    """Where each running command that has a cluster of its own notes its address."""
+    return Path(platformdirs.user_state_path("palimpsest")) / "clusters"
+
+
+def _noted_clusters() -> list[str]:
+    """Addresses of the clusters whose commands are alive, the oldest first."""
+    folder = _notes_folder()
+    notes = (
+        sorted(folder.iterdir(), key=lambda note: note.stat().st_mtime) if folder.is_dir() else []
+    )
+    return [note.read_text() for note in notes if _is_alive(int(note.name))]
+
+
+def _is_alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def clusters_at(address: str) -> list[str]:
+    """The addresses that `address` stands for: with `AUTO` all clusters that commands of this
+    user have started on this machine, if there are any."""
+    return (_noted_clusters() if address == AUTO else []) or [address]
+
+
+def start_serve(host: str, port: int, *, is_own: bool) -> tuple[str, int]:
+    """Start Ray Serve unless it runs already; where it listens then.
+
+    `is_own`: on a cluster that `own_cluster` started for this port.
+    """
+    from ray import serve
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    if is_own:
+        # Serve starts a proxy all the same, which is left aside.
+        serve.start(http_options={"host": host, "port": _free_port(host)})
+        return host, port
+    serve.start(http_options={"host": host, "port": port})
+    found = serve.context._get_global_client().http_config
+    return found.host, found.port
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def check_port_is_free(host: str, port: int) -> None:
+    """Raises CommandError if something listens there, or the host is not this machine's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise CommandError(
+                f"Cannot listen on {host}:{port} ({error.strerror}): choose another port with "
+                f"--port, or stop what runs there."
+            ) from error
+
+
+def _remove_session(session_dir: Path) -> None:
+    """Delete the folder of Ray's logs and sockets, and the link to it."""
+    shutil.rmtree(session_dir, ignore_errors=True)
+    latest = session_dir.with_name("session_latest")
+    with contextlib.suppress(OSError):
+        if latest.is_symlink() and not latest.exists():
+            latest.unlink()

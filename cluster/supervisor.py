@@ -1,0 +1,219 @@
+"""The one actor of an application that starts and ends its engine.
+
+It is made by whoever asks first, and lives on a lease: ingress replicas look at it every few
+seconds, and when none has looked for a minute it ends the engine and itself. So every way of
+ending the application, also a killed machine, ends the engine too.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from typing import Any
+
+import ray
+
+from cluster.engine import Engine
+from cluster.engine_spec import EngineSpec
+from cluster.processes import set_up_logging
+from cluster.supervisor_view import AppStatus, EngineView, Place
+from scheduler.messages import EngineInfo, EngineState
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "palimpsest"
+_NAME_PREFIX = "supervisor:"
+
+LOOK_SECONDS = 5.0
+"""How long a look waits for something to change."""
+LEASE_SECONDS = 60.0
+_TICK_SECONDS = 1.0
+
+
+class Supervisor:
+    def __init__(self, app: str, *, lease_seconds: float = LEASE_SECONDS) -> None:
+        set_up_logging()
+        self._app = app
+        self._lease_seconds = lease_seconds
+        self._next_epoch = 0
+        self._spec: EngineSpec | None = None
+        self._engine: Engine | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._replacing: asyncio.Task[None] | None = None
+        self._version = 0
+        self._changed = asyncio.Event()
+        self._seen_seconds: dict[str, float] = {}
+        self._last_seen_seconds = time.monotonic()
+        self._num_looking = 0
+        self._stopping = asyncio.Lock()
+        self._lease: asyncio.Task[None] | None = None
+
+    async def attach(self, client_id: str, spec: EngineSpec) -> EngineView:
+        """See to it that an engine for `spec` runs, or will, and take part in the lease.
+
+        One for the same configuration is used as it is, unless it has failed. One for another
+        is drained and replaced if `spec` was deployed later; otherwise nothing happens, and the
+        view has another fingerprint.
+        """
+        self._see(client_id)
+        if self._lease is None:
+            self._lease = asyncio.create_task(self._watch_lease(), name="lease")
+        current = self._spec
+        if current is not None and current.fingerprint != spec.fingerprint:
+            if spec.deployed_seconds > current.deployed_seconds:
+                self._replace(spec, f"a new configuration is deployed as {self._app}")
+        elif current is None or self._info.state is EngineState.FAILED:
+            self._replace(spec, "")
+        elif spec.deployed_seconds > current.deployed_seconds:
+            self._spec = spec  # the same again
+        return self._view()
+
+    async def look(self, client_id: str, version: int) -> EngineView:
+        """The engine, as soon as it differs from the view `version`, at most a few seconds later.
+
+        Keeps the lease.
+        """
+        self._see(client_id)
+        if version == self._version:
+            self._num_looking += 1
+            try:
+                async with asyncio.timeout(LOOK_SECONDS):
+                    while version == self._version:
+                        self._changed.clear()
+                        await self._changed.wait()
+            except TimeoutError:
+                pass
+            finally:
+                self._num_looking -= 1
+                self._see(client_id)
+        return self._view()
+
+    async def process_id(self) -> int:
+        return os.getpid()
+
+    async def status(self) -> AppStatus:
+        engine = self._engine
+        scheduler_place: Place | None = None
+        places: list[Place] = []
+        scheduler = None
+        if engine is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                scheduler = await engine.status()
+                scheduler_place, places = await engine.places()
+        return AppStatus(
+            app=self._app,
+            model=self._spec.config.model.model if self._spec is not None else "no model",
+            info=self._info if scheduler is None else scheduler.info,
+            num_replicas=len(self._seen_seconds),
+            scheduler_place=scheduler_place,
+            places=tuple(places),
+            scheduler=scheduler,
+        )
+
+    async def stop(self, reason: str) -> None:
+        """End the engine and this actor; the call itself fails with its death."""
+        async with self._stopping:
+            logger.info("the engine of %s ends: %s", self._app, reason)
+            for task in (self._replacing, self._running):
+                if task is not None:
+                    task.cancel()
+            if self._engine is not None:
+                await self._engine.close()
+            # Not `exit_actor`, which waits for the calls that are underway.
+            ray.kill(ray.get_runtime_context().current_actor)
+            await asyncio.Event().wait()
+
+    # -- engines -------------------------------------------------------------------------
+
+    @property
+    def _info(self) -> EngineInfo:
+        if self._replacing is not None and not self._replacing.done():
+            return EngineInfo(
+                EngineState.STARTING, "the engine before this one is finishing its requests"
+            )
+        if self._engine is None:
+            return EngineInfo(EngineState.STARTING, "no engine has been asked for")
+        return self._engine.info
+
+    def _view(self) -> EngineView:
+        is_replacing = self._replacing is not None and not self._replacing.done()
+        return EngineView(
+            version=self._version,
+            fingerprint=self._spec.fingerprint if self._spec is not None else "",
+            info=self._info,
+            scheduler=None if is_replacing or not self._engine else self._engine.scheduler,
+        )
+
+    def _replace(self, spec: EngineSpec, reason: str) -> None:
+        self._spec = spec
+        if self._replacing is None or self._replacing.done():
+            self._replacing = asyncio.create_task(self._start_next(reason), name="replace")
+        self._change()
+
+    async def _start_next(self, reason: str) -> None:
+        """Drain and end the engine there is, and start the one that was asked for last."""
+        old, running = self._engine, self._running
+        if old is not None:
+            await old.drain(reason, old.spec.config.server.drain_seconds)
+            await old.close()
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        assert self._spec is not None, "replace sets it"
+        self._engine = Engine(self._spec, epoch=self._next_epoch, report=self._change)
+        self._next_epoch += 1
+        self._running = asyncio.create_task(self._engine.run(), name="engine")
+        self._running.add_done_callback(lambda _: self._change())
+        # What holds changes when this task is done, so tell then.
+        asyncio.get_running_loop().call_soon(self._change)
+
+    def _change(self) -> None:
+        self._version += 1
+        self._changed.set()
+
+    # -- lease ---------------------------------------------------------------------------
+
+    def _see(self, client_id: str) -> None:
+        self._seen_seconds[client_id] = self._last_seen_seconds = time.monotonic()
+
+    async def _watch_lease(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            now = time.monotonic()
+            for client_id, seen_seconds in list(self._seen_seconds.items()):
+                if now - seen_seconds > self._lease_seconds:
+                    del self._seen_seconds[client_id]
+            is_due = now - self._last_seen_seconds > self._lease_seconds
+            if is_due and not self._num_looking:
+                await self.stop(f"no ingress replica has called for {self._lease_seconds:.0f} s")
+
+
+def supervisor_of(app: str, *, lease_seconds: float = LEASE_SECONDS) -> Any:
+    """The supervisor of an application, made now if there is none. Needs a Ray connection."""
+    return (
+        ray.remote(Supervisor)
+        .options(
+            name=_NAME_PREFIX + app,
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=0,
+            max_concurrency=10_000,
+            enable_task_events=False,
+        )
+        .remote(app, lease_seconds=lease_seconds)
+    )
+
+
+def existing_supervisors() -> dict[str, Any]:
+    """The supervisors that there are, by application."""
+    names = [
+        entry["name"]
+        for entry in ray.util.list_named_actors(all_namespaces=True)
+        if entry["namespace"] == NAMESPACE and entry["name"].startswith(_NAME_PREFIX)
+    ]
+    return {
+        name.removeprefix(_NAME_PREFIX): ray.get_actor(name, namespace=NAMESPACE) for name in names
+    }

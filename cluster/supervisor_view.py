@@ -1,0 +1,45 @@
+"""What a supervisor tells: of its engine to the ingress, and of all it has to people."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from scheduler.messages import EngineInfo
+from scheduler.status import SchedulerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process runs."""
+
+    node_id: str
+    host: str
+    """The address of the machine that other machines reach it under."""
+    process_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """The engine as the supervisor shows it."""
+
+    version: int
+    """Rises with every change of the rest."""
+    fingerprint: str
+    """Of the configuration that holds; another one than yours means that you were replaced."""
+    info: EngineInfo
+    scheduler: Any
+    """The scheduler actor once requests may go there, else None."""
+
+
+@dataclass(frozen=True, slots=True)
+class AppStatus:
+    """For people: what runs, and where."""
+
+    app: str
+    model: str
+    info: EngineInfo
+    num_replicas: int
+    """Ingress replicas that hold the lease."""
+    scheduler_place: Place | None
+    places: tuple[Place, ...]
+    """Of all ranks, in their order."""
+    scheduler: SchedulerStatus | None

@@ -1,0 +1,285 @@
+"""The thread that hosts the core: calls and workers' messages in, plans and batches out.
+
+    call ──► mailbox ─┐                          ┌─► link.publish, to every rank
+                      ├─► core ── plan, batches ─┤
+    link.receive ─────┘                          └─► Listener.on_news, to the ingress replicas
+
+Plans go out before batches: while workers wait nothing is computed.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from scheduler.core import SchedulerCore
+from scheduler.deadline import StepDeadline
+from scheduler.errors import CacheInUseError, GroupLostError, LinkError
+from scheduler.messages import (
+    Heartbeat,
+    StepPlan,
+    StepResult,
+    TokenBatch,
+    WorkerFault,
+    WorkerMessage,
+)
+from scheduler.ports import PlanLink
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Call: TypeAlias = Callable[[SchedulerCore, float], Any]
+
+_TICK_SECONDS = 1.0
+_NUM_EVENTS_TOLD = 64
+_NUM_TIMINGS = 4096
+_RATE_WINDOW_SECONDS = 1.0
+
+# Errors that a call raises because of what its caller asked for. All others mean that the state
+# of the core can no longer be trusted.
+_MISTAKES_OF_THE_CALLER = (CacheInUseError,)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How much there is to do."""
+
+    running_requests: int = 0
+    waiting_requests: int = 0
+    waiting_tokens: int = 0
+    tokens_per_second: float = 0.0
+    """Tokens computed in the last seconds in which there was work; 0.0 before the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """Where the time of one step went. `gap_seconds` is as in StepResult."""
+
+    gap_seconds: float
+    execute_seconds: float
+    apply_seconds: float
+    """In the scheduler: from the arrival of the result until it was applied."""
+    plan_seconds: float
+    """In the scheduler: from there until the plans that it made possible were sent."""
+
+
+class Listener(Protocol):
+    """Told what happens, on the thread of the loop; must return soon."""
+
+    def on_joined(self) -> None:
+        """All ranks are there, and steps begin."""
+
+    def on_news(self, batches: Mapping[str, TokenBatch], load: Load) -> None:
+        """Deltas by client, and a load that differs from the last one."""
+
+    def on_lost(self, reason: str) -> None:
+        """The group is lost, every request has ended, and the loop is over."""
+
+    def on_crash(self) -> None:
+        """The core raised. Nothing it holds can be trusted, so the process should end."""
+
+
+class StepLoop:
+    """Runs `core` over `link` on a thread of its own, from `start` to `stop` or a loss."""
+
+    def __init__(
+        self,
+        core: SchedulerCore,
+        link: PlanLink,
+        *,
+        num_ranks: int,
+        step_deadline_seconds: float,
+        listener: Listener,
+    ) -> None:
+        self._core = core
+        self._link = link
+        self._listener = listener
+        self._missing_ranks = set(range(num_ranks))
+        self._deadline = StepDeadline(step_deadline_seconds)
+        self._mailbox: deque[tuple[Call, Future[Any]]] = deque()
+        self._events: deque[tuple[object, ...]] = deque(maxlen=_NUM_EVENTS_TOLD)
+        self._load = Load()
+        self._rate = _Rate()
+        self._stopping = False
+        self.timings: deque[StepTiming] = deque(maxlen=_NUM_TIMINGS)
+        self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the loop and close the link. Returns when both is done."""
+        self._stopping = True
+        self._link.wake()
+        self._thread.join()
+
+    def call(self, function: Callable[[SchedulerCore, float], T]) -> "Future[T]":
+        """Let the loop run `function(core, now)` between two steps. From any thread.
+
+        The future fails with GroupLostError when the loop is over.
+        """
+        future: Future[T] = Future()
+        self._mailbox.append((function, future))
+        if self._stopping:
+            self._refuse_calls()
+        else:
+            self._link.wake()
+        return future
+
+    def lose(self, reason: str) -> None:
+        """Give up the group, because somebody knows that it is lost. From any thread."""
+
+        def fail(core: SchedulerCore, now: float) -> None:
+            raise GroupLostError(reason)
+
+        self.call(fail)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._round()
+        except (GroupLostError, LinkError) as error:
+            self._lose(str(error))
+        except Exception:
+            logger.exception("the scheduler core failed; last events: %s", list(self._events))
+            self._listener.on_crash()
+        finally:
+            self._stopping = True
+            self._refuse_calls()
+            self._link.close()
+
+    def _round(self) -> None:
+        messages = self._link.receive(_TICK_SECONDS)
+        arrived = time.perf_counter()
+        result = None
+        self._run_calls()
+        for message in messages:
+            if isinstance(message, StepResult):
+                result = message
+            self._take(message)
+        applied = time.perf_counter()
+        if not self._missing_ranks:
+            self._publish_plans()
+        if result is not None:
+            published = time.perf_counter()
+            self.timings.append(
+                StepTiming(
+                    gap_seconds=result.gap_seconds,
+                    execute_seconds=result.execute_seconds,
+                    apply_seconds=applied - arrived,
+                    plan_seconds=published - applied,
+                )
+            )
+        self._report()
+        overdue_seconds = self._deadline.overdue_seconds(time.monotonic())
+        if overdue_seconds is not None:
+            raise GroupLostError(
+                f"the workers have not answered a step for {overdue_seconds:.0f} s"
+            )
+
+    def _run_calls(self) -> None:
+        while self._mailbox:
+            function, future = self._mailbox.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                answer = function(self._core, time.monotonic())
+            except _MISTAKES_OF_THE_CALLER as error:
+                future.set_exception(error)
+            except Exception as error:
+                future.set_exception(error)
+                raise
+            else:
+                future.set_result(answer)
+
+    def _take(self, message: WorkerMessage) -> None:
+        core = self._core
+        epoch = core.group.epoch
+        match message:
+            case StepResult():
+                now = time.monotonic()
+                self._events.append(("result", message.epoch, message.step_id))
+                core.apply(message, now)
+                if message.epoch == epoch:
+                    self._deadline.answered(now)
+            case Heartbeat(epoch=said, rank=rank):
+                if said == epoch and rank in self._missing_ranks:
+                    self._missing_ranks.remove(rank)
+                    if not self._missing_ranks:
+                        self._listener.on_joined()
+            case WorkerFault(epoch=said):
+                if said == epoch:
+                    raise GroupLostError(
+                        f"worker {message.rank} failed in step {message.step_id}: "
+                        f"{message.kind}: {message.message}"
+                    )
+
+    def _publish_plans(self) -> None:
+        core = self._core
+        now = time.monotonic()
+        while (plan := core.plan(now)) is not None:
+            self._link.publish(plan)
+            num_tokens = sum(work.num_tokens for work in plan.work)
+            self._deadline.published(num_tokens, now)
+            self._rate.add(num_tokens, now)
+            self._events.append(_event_of(plan))
+
+    def _report(self) -> None:
+        core = self._core
+        batches = core.take_batches()
+        load = Load(
+            running_requests=len(core.group.running),
+            waiting_requests=len(core.waiting),
+            waiting_tokens=core.waiting.num_tokens,
+            tokens_per_second=self._rate.tokens_per_second,
+        )
+        if batches or load != self._load:
+            self._load = load
+            self._listener.on_news(batches, load)
+
+    def _lose(self, reason: str) -> None:
+        logger.error("worker group lost in epoch %d: %s", self._core.group.epoch, reason)
+        self._core.give_up(reason, time.monotonic())
+        self._report()
+        self._listener.on_lost(reason)
+
+    def _refuse_calls(self) -> None:
+        while self._mailbox:
+            _, future = self._mailbox.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(GroupLostError("the step loop is over"))
+
+
+class _Rate:
+    """Tokens per second over the last second or so that had work; pauses do not count."""
+
+    def __init__(self) -> None:
+        self.tokens_per_second = 0.0
+        self._num_tokens = 0
+        self._since_seconds = 0.0
+        self._last_seconds = 0.0
+
+    def add(self, num_tokens: int, now: float) -> None:
+        if now - self._last_seconds > _RATE_WINDOW_SECONDS:
+            self._num_tokens, self._since_seconds = 0, now
+        self._last_seconds = now
+        elapsed_seconds = now - self._since_seconds
+        if elapsed_seconds >= _RATE_WINDOW_SECONDS:
+            self.tokens_per_second = round(self._num_tokens / elapsed_seconds, 1)
+            self._num_tokens, self._since_seconds = 0, now
+        self._num_tokens += num_tokens
+
+
+def _event_of(plan: StepPlan) -> tuple[object, ...]:
+    """Ids and counts only, never content."""
+    return (
+        "plan",
+        plan.epoch,
+        plan.step_id,
+        [(type(update).__name__, update.seq.request_id) for update in plan.updates],
+        sum(work.num_tokens for work in plan.work),
+    )

@@ -1,0 +1,114 @@
+"""Engines on a real Ray cluster, and requests to them."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import ray
+
+from cluster.engine_calls import connect
+from cluster.engine_client import EngineClient
+from cluster.engine_spec import EngineSpec
+from cluster.supervisor import existing_supervisors
+from cluster.supervisor_view import AppStatus
+from configs import load
+from scheduler.messages import (
+    Accepted,
+    Admission,
+    FinishReason,
+    SamplingParams,
+    SubmitRequest,
+    Usage,
+    pack_token_ids,
+)
+
+FAKE_LOADER = "tests.support.fake_rank:load_fake_rank"
+READY_SECONDS = 60.0
+
+
+def fake_spec(*overrides: str) -> EngineSpec:
+    """An engine whose model is `tests.support.fake_model`."""
+    config = load(overrides=("model.model=fake", *overrides), environ={}).config
+    return EngineSpec.of(config, loader=FAKE_LOADER)
+
+
+@contextlib.asynccontextmanager
+async def client_of(app: str, spec: EngineSpec) -> AsyncIterator[EngineClient]:
+    """A client as an ingress replica has it, once the engine is ready."""
+    client = connect(app, spec)
+    try:
+        info = await client.wait_ready(READY_SECONDS)
+        assert info.is_ready, info
+        yield client
+    finally:
+        await client.close()
+
+
+async def status_of(app: str) -> AppStatus:
+    status = await existing_supervisors()[app].status.remote()
+    assert isinstance(status, AppStatus)
+    return status
+
+
+async def stop(app: str) -> None:
+    """End the application's engine; nothing happens if there is none."""
+    supervisor = existing_supervisors().get(app)
+    if supervisor is not None:
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            await supervisor.stop.remote("the test is over")
+        while app in existing_supervisors():
+            await asyncio.sleep(0.05)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one stream brought."""
+
+    admission: Admission
+    token_ids: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: str | None = None
+    usage: Usage | None = None
+
+
+def request_of(
+    client: EngineClient,
+    request_id: str,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    priority: int = 0,
+) -> SubmitRequest:
+    return SubmitRequest(
+        request_id=request_id,
+        client_id=client.client_id,
+        prompt_token_ids=pack_token_ids(prompt),
+        sampling=sampling,
+        arrival_seconds=time.time(),
+        priority=priority,
+    )
+
+
+async def generate(client: EngineClient, request: SubmitRequest) -> Answer:
+    """Submit and read to the end."""
+    answer = Answer(await client.submit([request]))
+    if isinstance(answer.admission, Accepted):
+        async for delta in client.stream(request.request_id):
+            answer.token_ids += delta.token_ids
+            answer.usage = delta.usage or answer.usage
+            answer.finish, answer.error = delta.finish, delta.error
+    return answer
+
+
+async def wait_idle(app: str) -> AppStatus:
+    """The status once no request is alive and no step in flight."""
+    while True:
+        status = await status_of(app)
+        assert status.scheduler is not None, status
+        counters = status.scheduler.counters
+        assert counters is not None, status
+        if not counters.open_requests and not counters.steps_in_flight:
+            return status
+        await asyncio.sleep(0.05)

@@ -1,0 +1,63 @@
+"""A rank whose model is the fake one: everything of a worker but the arithmetic.
+
+Loaded by the name `tests.support.fake_rank:load_fake_rank`. The model's name may ask for a step
+that takes some time: `fake-5ms`.
+"""
+
+import re
+import socket
+import threading
+import time
+
+from configs import Device, ResolvedConfig
+from configs.ranks import place_of_rank
+from scheduler.messages import JoinGroup, StepPlan, StepResult, WorkerHello
+from tests.support.fake_model import MAX_POSITIONS, VOCABULARY
+from tests.support.fake_worker import Stage
+
+_DEFAULT_NUM_BLOCKS = 256
+
+
+class FakeRank:
+    def __init__(self, config: ResolvedConfig, rank: int) -> None:
+        assert config.parallel.pipeline_parallel_size == 1, "fake ranks hand nothing on"
+        self._config = config
+        self._answers = place_of_rank(config.parallel, rank).tp_rank == 0
+        found = re.fullmatch(r"fake(?:-(\d+)ms)?", config.model.model)
+        assert found, config.model.model
+        self._step_seconds = int(found[1] or 0) / 1e3
+        self._aborted = threading.Event()
+
+    def join(self, message: JoinGroup, listener: socket.socket | None) -> WorkerHello:
+        if listener is not None:
+            listener.close()
+        num_blocks = self._config.cache.num_blocks or _DEFAULT_NUM_BLOCKS
+        self._stage = Stage(0, 1, num_blocks, self._config.cache.block_size)
+        return WorkerHello(
+            epoch=message.epoch,
+            rank=message.rank,
+            num_blocks=num_blocks,
+            block_bytes=1,
+            model_digest="fake",
+            vocab_size=VOCABULARY,
+            max_model_len=self._config.model.max_model_len or MAX_POSITIONS,
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        began = time.perf_counter()
+        _, outputs = self._stage.execute(plan, None)
+        if self._step_seconds:
+            self._aborted.wait(self._step_seconds)
+        if not self._answers:
+            return None
+        return StepResult(plan.epoch, plan.step_id, outputs, time.perf_counter() - began)
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+    def leave(self) -> None:
+        pass
+
+
+def load_fake_rank(config: ResolvedConfig, device: Device, rank: int) -> FakeRank:
+    return FakeRank(config, rank)

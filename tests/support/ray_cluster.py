@@ -1,0 +1,48 @@
+"""A Ray cluster for tests and benchmarks, of which nothing is left."""
+
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+_OBJECT_STORE_BYTES = 100 << 20
+
+# Ray reads these when it is imported, not when it is started.
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# Ray has some twenty threads a process, each of which would get a heap of its own from glibc, and
+# keep in it the most that it ever held: growth that nobody could tell from a leak.
+os.environ["MALLOC_ARENA_MAX"] = "2"
+# Where workers find the fake model.
+os.environ["PYTHONPATH"] = str(REPOSITORY)
+
+import ray  # noqa: E402
+
+
+@contextlib.contextmanager
+def local_ray(*, num_cpus: int = 8) -> Iterator[None]:
+    """A connection to a cluster of one node, on the loopback interface.
+
+    With `PALIMPSEST_TEST_LOGS` in the environment its processes are heard.
+    """
+    # Short, because Ray puts sockets into it, whose paths have at most 107 characters.
+    folder = tempfile.mkdtemp(prefix="ray-")
+    ray.init(
+        num_cpus=num_cpus,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=bool(os.environ.get("PALIMPSEST_TEST_LOGS")),
+        namespace="tests",
+        _node_ip_address="127.0.0.1",
+        _temp_dir=folder,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,244 @@
+"""The thread that hosts the core, over a link to a worker in this process."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from configs import load, resolve
+from scheduler.core import SchedulerCore
+from scheduler.errors import CacheInUseError, GroupLostError
+from scheduler.messages import (
+    FinishReason,
+    Heartbeat,
+    SamplingParams,
+    StepResult,
+    SubmitRequest,
+    TokenBatch,
+    TokenDelta,
+    WorkerFault,
+    pack_token_ids,
+)
+from scheduler.step_loop import Load, StepLoop
+from tests.support.fake_model import run_solo
+from tests.support.memory_link import MemoryLink
+
+EPOCH = 3
+NUM_BLOCKS = 16
+BLOCK_SIZE = 16
+PATIENCE_SECONDS = 10.0
+
+
+@dataclass
+class Listener:
+    deltas: list[TokenDelta] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    joined: threading.Event = field(default_factory=threading.Event)
+    lost: threading.Event = field(default_factory=threading.Event)
+    crashed: threading.Event = field(default_factory=threading.Event)
+    reason: str = ""
+
+    def on_joined(self) -> None:
+        self.joined.set()
+
+    def on_news(self, batches: Mapping[str, TokenBatch], load: Load) -> None:
+        self.loads.append(load)
+        for batch in batches.values():
+            self.deltas += batch.deltas
+
+    def on_lost(self, reason: str) -> None:
+        self.reason = reason
+        self.lost.set()
+
+    def on_crash(self) -> None:
+        self.crashed.set()
+
+    def terminal(self, request_id: str) -> TokenDelta:
+        (delta,) = [d for d in self.deltas if d.request_id == request_id and d.finish is not None]
+        return delta
+
+    def token_ids(self, request_id: str) -> tuple[int, ...]:
+        return tuple(t for d in self.deltas if d.request_id == request_id for t in d.token_ids)
+
+
+@dataclass
+class Host:
+    loop: StepLoop
+    link: MemoryLink
+    listener: Listener
+
+    def submit(self, request_id: str, max_tokens: int = 20) -> None:
+        request = SubmitRequest(
+            request_id=request_id,
+            client_id="client",
+            prompt_token_ids=pack_token_ids(PROMPT),
+            sampling=SamplingParams(max_tokens, seed=1),
+            arrival_seconds=0.0,
+        )
+        self.loop.call(lambda core, now: core.submit([request], now)).result(PATIENCE_SECONDS)
+
+
+PROMPT = (1, 2, 3)
+
+
+def eventually(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def make_host() -> Iterator[Callable[..., Host]]:
+    hosts = []
+
+    def make(*, num_ranks: int = 1, hold: bool = False, deadline_seconds: float = 30.0) -> Host:
+        config = resolve(load(environ={}).config, "cpu")
+        core = SchedulerCore(
+            scheduler=config.scheduler,
+            cache=config.cache,
+            num_blocks=NUM_BLOCKS,
+            max_model_len=200,
+            epoch=EPOCH,
+        )
+        link = MemoryLink(NUM_BLOCKS, BLOCK_SIZE, epoch=EPOCH, hold=hold)
+        listener = Listener()
+        loop = StepLoop(
+            core,
+            link,
+            num_ranks=num_ranks,
+            step_deadline_seconds=deadline_seconds,
+            listener=listener,
+        )
+        loop.start()
+        hosts.append(Host(loop, link, listener))
+        return hosts[-1]
+
+    yield make
+    for host in hosts:
+        host.loop.stop()
+        assert host.link.is_closed
+
+
+def test_requests_run_to_their_end(make_host: Callable[..., Host]) -> None:
+    host = make_host()
+    for name in ("a", "b"):
+        host.submit(name)
+    eventually(lambda: len([d for d in host.listener.deltas if d.finish]) == 2)
+    expected = run_solo(PROMPT, SamplingParams(20, seed=1), 200).token_ids
+    assert host.listener.token_ids("a") == host.listener.token_ids("b") == expected
+    eventually(lambda: host.listener.loads[-1].running_requests == 0)
+    assert [plan.epoch for plan in host.link.plans] == [EPOCH] * len(host.link.plans)
+    assert [plan.step_id for plan in host.link.plans] == list(range(len(host.link.plans)))
+    eventually(lambda: host.loop.timings)
+    assert host.loop.timings[-1].gap_seconds == 0.0001
+
+
+def test_no_plan_is_made_before_every_rank_is_there(make_host: Callable[..., Host]) -> None:
+    host = make_host(num_ranks=3)
+    host.submit("a")
+    host.link.say(Heartbeat(EPOCH, 2, 0))
+    host.link.say(Heartbeat(EPOCH - 1, 1, 0))  # of an epoch that is over
+    host.link.say(Heartbeat(EPOCH, 2, 0))
+    time.sleep(0.05)
+    assert not host.link.plans
+    assert not host.listener.joined.is_set()
+    host.link.say(Heartbeat(EPOCH, 1, 0))
+    assert host.listener.joined.wait(PATIENCE_SECONDS)
+    eventually(lambda: host.listener.deltas and host.listener.deltas[-1].finish)
+
+
+def test_look_ahead_publishes_the_next_plan_before_an_answer(
+    make_host: Callable[..., Host],
+) -> None:
+    host = make_host(hold=True)
+    host.submit("a")
+    eventually(lambda: host.link.num_held == 2)
+    time.sleep(0.02)
+    assert len(host.link.plans) == 2
+    host.link.release()
+    eventually(lambda: len(host.link.plans) == 3)
+
+
+@pytest.mark.parametrize("how", ["fault", "link", "told", "deadline"])
+def test_a_loss_ends_every_request_with_its_reason(
+    make_host: Callable[..., Host], how: str
+) -> None:
+    host = make_host(hold=True, deadline_seconds=0.2)
+    host.submit("running")
+    eventually(lambda: host.link.num_held == 2)
+    host.link.release()
+    eventually(lambda: len(host.link.plans) == 3)
+    host.submit("waiting")
+    match how:
+        case "fault":
+            host.link.say(WorkerFault(EPOCH - 1, 1, 0, "OldError", "of an epoch that is over"))
+            host.link.say(WorkerFault(EPOCH, 1, 0, "MirrorDriftError", "they differ"))
+            words = "worker 0 failed in step 1: MirrorDriftError: they differ"
+        case "link":
+            host.link.is_broken = True
+            host.link.release()
+            words = "worker 0 cannot be reached"
+        case "told":
+            host.loop.lose("worker 0 is lost: its process died")
+            words = "worker 0 is lost: its process died"
+        case _:
+            words = "have not answered a step"
+    assert host.listener.lost.wait(PATIENCE_SECONDS)
+    assert words in host.listener.reason
+    for name in ("running", "waiting"):
+        delta = host.listener.terminal(name)
+        assert delta.finish is FinishReason.ERROR
+        assert delta.error == host.listener.reason
+    assert not host.listener.crashed.is_set()
+    with pytest.raises(GroupLostError):
+        host.loop.call(lambda core, now: None).result(PATIENCE_SECONDS)
+
+
+def test_a_result_that_nobody_asked_for_ends_the_process(
+    make_host: Callable[..., Host], caplog: pytest.LogCaptureFixture
+) -> None:
+    host = make_host(hold=True)
+    host.submit("private-name")
+    eventually(lambda: host.link.num_held == 2)
+    host.link.say(StepResult(EPOCH, 7, ()))
+    assert host.listener.crashed.wait(PATIENCE_SECONDS)
+    assert not host.listener.lost.is_set()
+    assert "result of step 7" in caplog.text
+    assert "('result', 3, 7)" in caplog.text, "the last events are told"
+
+
+def test_a_mistake_of_a_caller_is_its_own(make_host: Callable[..., Host]) -> None:
+    host = make_host(hold=True)
+    host.submit("a")
+    eventually(lambda: host.link.num_held == 2)
+    with pytest.raises(CacheInUseError):
+        host.loop.call(lambda core, now: core.reset_prefix_cache()).result(PATIENCE_SECONDS)
+    host.submit("b")
+    assert not host.listener.crashed.is_set()
+
+
+def test_calls_after_the_end_fail_and_do_not_hang(make_host: Callable[..., Host]) -> None:
+    host = make_host()
+    host.loop.stop()
+    with pytest.raises(GroupLostError):
+        host.loop.call(lambda core, now: None).result(PATIENCE_SECONDS)
+
+
+def test_calls_from_many_threads_all_run(make_host: Callable[..., Host]) -> None:
+    host = make_host()
+    counted = []
+
+    def call() -> None:
+        for _ in range(200):
+            host.loop.call(lambda core, now: counted.append(now)).result(PATIENCE_SECONDS)
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(counted) == 1600
+    assert counted == sorted(counted)
