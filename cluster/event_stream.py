@@ -1,7 +1,7 @@
 """Server-sent events to one client: in time, within bounds, and with a clear end."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
@@ -20,7 +20,7 @@ class EventStream(Response):
     def __init__(
         self,
         frames: AsyncGenerator[bytes, None],
-        on_end: Callable[[EndReason], Awaitable[None]],
+        on_end: Callable[[EndReason], None],
     ) -> None:
         """`on_end` is called once, whatever the end is: all frames sent, the client gone or too
         slow, or the request cancelled."""
@@ -42,11 +42,12 @@ class EventStream(Response):
         except OSError:
             pass  # the client is gone, and the socket knew it first
         finally:
+            # First, because each wait from here on may be cancelled.
+            self._on_end(reason)
             gone.cancel()
             sending.cancel()
             await asyncio.gather(sending, gone, return_exceptions=True)
             await self._frames.aclose()
-            await self._on_end(reason)
 
     async def _send(self, send: Send) -> None:
         """Raises TimeoutError when the client does not read."""

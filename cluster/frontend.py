@@ -134,7 +134,7 @@ class Frontend:
         return id_lists
 
     async def _chat_prompt(self, request: ChatCompletionRequest) -> list[int]:
-        texts = [_text_of(message) for message in request.messages]
+        texts = [_text_of(message, place) for place, message in enumerate(request.messages)]
         _check_size([text for text in texts if text is not None], "messages")
         messages = [
             message.model_dump(exclude_unset=True) | {"content": text}
@@ -162,8 +162,12 @@ def _prompt_parts(request: CompletionRequest) -> tuple[list[str], list[list[int]
     return [], prompt
 
 
-def _text_of(message: ChatMessage) -> str | None:
-    """The text of a message in one piece, which is what chat templates expect."""
+def _text_of(message: ChatMessage, place: int) -> str | None:
+    """The text of a message in one piece, which is what chat templates expect. Only a message of
+    the model's own may have none."""
+    param = f"messages.{place}.content"
+    if message.content is None and message.role != "assistant":
+        raise InvalidRequestError(f"{param} is missing.", param=param)
     if not isinstance(message.content, list):
         return message.content
     texts = []
@@ -171,7 +175,7 @@ def _text_of(message: ChatMessage) -> str | None:
         if part.type != "text" or part.text is None:
             raise InvalidRequestError(
                 "This model reads text only: content parts must have the type text.",
-                param="messages",
+                param=param,
             )
         texts.append(part.text)
     return "\n".join(texts)

@@ -38,6 +38,10 @@ _MAX_RETRY_SECONDS = 60.0
 UNAVAILABLE_RETRY_SECONDS = 5.0
 
 
+# A task that nobody holds may be collected before it is done.
+_ENDING: set[asyncio.Task[None]] = set()
+
+
 class Generation:
     """Begin with `start`, read `pieces`, and call `end` in any case: it frees what is held."""
 
@@ -113,14 +117,19 @@ class Generation:
             num_open -= sum(piece.finish is not None for piece in pieces)
             yield pieces
 
-    async def end(self, reason: EndReason = EndReason.ABORT) -> None:
-        """End whatever has not ended by itself, and wait until the engine was told."""
+    def end(self, reason: EndReason = EndReason.ABORT) -> None:
+        """End whatever has not ended by itself. Safe to call again.
+
+        Does not wait: a request may be cancelled more than once, for its client and by the server,
+        and the second time must not catch the first in the middle.
+        """
         self._leave_queue()
         for reader in self._readers:
             reader.cancel()
-        await asyncio.gather(
-            *(self._engine.end(EndRequest(request_id, reason)) for request_id in self._live)
-        )
+        for request_id in self._live:
+            ending = asyncio.create_task(self._engine.end(EndRequest(request_id, reason)))
+            _ENDING.add(ending)
+            ending.add_done_callback(_ENDING.discard)
         self._live.clear()
 
     def _leave_queue(self) -> None:

@@ -103,7 +103,7 @@ class _Endpoints:
         try:
             await while_connected(request, generation.start())
         except BaseException:
-            await generation.end()
+            generation.end()
             raise
         idle_seconds = self.settings.keep_alive_seconds
         if body.stream:
@@ -111,7 +111,7 @@ class _Endpoints:
         try:
             whole = await while_connected(request, _whole(answering, idle_seconds))
         finally:
-            await generation.end()
+            generation.end()
         return Response(whole, media_type="application/json")
 
     def _take_place(self, generation: Generation, request: Request) -> None:

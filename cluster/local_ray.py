@@ -8,7 +8,8 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import platformdirs
@@ -16,6 +17,7 @@ import platformdirs
 from cluster.errors import CommandError
 
 _OBJECT_STORE_BYTES = 256 << 20
+_SHUTDOWN_SECONDS = 20.0
 
 # For a cluster of ours; whoever sets one of these means it.
 _ENVIRONMENT = {
@@ -26,6 +28,8 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # CPU workers ask for no GPU, which is no reason to hide the GPUs with a warning.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # glibc gives each of the some 20 threads of a Ray process a heap of its own, which only grows.
+    "MALLOC_ARENA_MAX": "2",
 }
 
 # The ingress replica listens itself. Through Serve's proxy each token of each stream costs three
@@ -55,13 +59,19 @@ def own_cluster(http_port: int = 8000) -> Iterator[None]:
     _set_environment(_DIRECT_INGRESS | ports)
     import ray
 
-    context = ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=_OBJECT_STORE_BYTES,
-    )
+    try:
+        context = ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=_OBJECT_STORE_BYTES,
+        )
+    except Exception as error:  # Ray has no narrower type for it
+        raise CommandError(
+            f"Ray does not start on this machine ({str(error).splitlines()[0]}); see whether other "
+            f"work keeps it from starting within 30 s, and try again."
+        ) from error
     session_dir = Path(context.address_info["session_dir"])
     note = _notes_folder() / str(os.getpid())
     note.parent.mkdir(parents=True, exist_ok=True)
@@ -70,8 +80,29 @@ def own_cluster(http_port: int = 8000) -> Iterator[None]:
         yield
     finally:
         note.unlink(missing_ok=True)
-        ray.shutdown()
+        with _at_most(_SHUTDOWN_SECONDS, lambda: _remove_session(session_dir)):
+            ray.shutdown()
         _remove_session(session_dir)
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float, last_act: Callable[[], None]) -> Iterator[None]:
+    """End this process, after `last_act`, if the body takes longer.
+
+    Ray waits for a minute and longer for processes that somebody has killed before.
+    """
+
+    def end_process() -> None:
+        last_act()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end_process)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from cluster.console import Progress
 from cluster.errors import CommandError
 from cluster.local_ray import (
     check_port_is_free,
+    clusters_at,
     joined_cluster,
     own_cluster,
     start_serve,
@@ -73,6 +75,11 @@ def serve(
     given += [f"server.port={port}"] if port is not None else []
     config = load(config_file, given).config
     resolve(config, "cpu")  # what is wrong everywhere is told before anything starts
+    if address is not None and clusters_at(address) != [address]:
+        raise CommandError(
+            "The Ray cluster of this machine belongs to a `palimpsest serve` and ends with it: "
+            "leave --address out, or start a cluster that stays with `ray start --head`."
+        )
     plan = _Plan(config, name, route_prefix, address)
     with contextlib.suppress(KeyboardInterrupt), _interrupts():
         _run(plan, Progress())
@@ -183,18 +190,25 @@ def _watch(probe: Probe, progress: Progress) -> None:
 
 def _stop(plan: _Plan, progress: Progress) -> None:
     """End the engine first: its processes own memory that outlives a killed one."""
+    # In a thread, because Ray waits for long when somebody has killed it before.
+    stopping = threading.Thread(target=_end_engine, args=(plan,), daemon=True)
+    with _uninterrupted(), progress.step("Stopping"):
+        stopping.start()
+        stopping.join(_STOP_SECONDS)
+
+
+def _end_engine(plan: _Plan) -> None:
     import ray
     from ray import serve
 
     from cluster.supervisor import existing_supervisors
 
-    with _uninterrupted(), progress.step("Stopping"):
-        if plan.address is not None:
-            serve.delete(plan.app)
-        supervisor = existing_supervisors().get(plan.app)
-        if supervisor is not None:
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.get(supervisor.stop.remote("palimpsest serve ends"), timeout=_STOP_SECONDS)
+    if plan.address is not None:
+        serve.delete(plan.app)
+    supervisor = existing_supervisors().get(plan.app)
+    if supervisor is not None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(supervisor.stop.remote("palimpsest serve ends"), timeout=_STOP_SECONDS)
 
 
 @contextlib.contextmanager

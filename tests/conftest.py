@@ -7,6 +7,11 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support.ray_cluster import set_environment
+
+# Before any test module imports Ray.
+set_environment()
+
 # How long an example takes says more about the machine's other work than about our code.
 settings.register_profile("palimpsest", deadline=None)
 settings.load_profile("palimpsest")

@@ -11,18 +11,19 @@ import argparse
 import asyncio
 import time
 
-from cluster.engine_spec import EngineSpec
-from configs import load
-from scheduler.messages import SamplingParams
 from scheduler.status import Spread, Timings
-from tests.support.engines import FAKE_LOADER, client_of, generate, request_of, stop, wait_idle
-from tests.support.ray_cluster import local_ray
+from tests.support.ray_cluster import local_ray, set_environment
 
 APP = "control-overhead"
 GOAL_MS = 1.5
 
 
 async def measure(overrides: list[str], loader: str, num_streams: int, num_tokens: int) -> None:
+    from cluster.engine_spec import EngineSpec
+    from configs import load
+    from scheduler.messages import SamplingParams
+    from tests.support.engines import client_of, generate, request_of, stop, wait_idle
+
     spec = EngineSpec.of(load(overrides=overrides, environ={}).config, loader=loader)
     async with client_of(APP, spec) as client:
         began = time.monotonic()
@@ -68,7 +69,8 @@ def main() -> None:
     parser.add_argument("--model", help="a real model in place of the fake one")
     parser.add_argument("--set", action="append", default=[], help="as of `palimpsest serve`")
     options = parser.parse_args()
-    loader = "worker.member:load_rank" if options.model else FAKE_LOADER
+    kind = "worker.member:load_rank" if options.model else "tests.support.fake_rank:load_fake_rank"
+    set_environment()
     with local_ray():
         for steps_in_flight in (1, 2):
             overrides = [
@@ -81,7 +83,7 @@ def main() -> None:
             ]
             look_ahead = "on" if steps_in_flight > 1 else "off"
             print(f"{options.streams} streams, {options.ranks} ranks, look-ahead {look_ahead}:")
-            asyncio.run(measure(overrides, loader, options.streams, options.tokens))
+            asyncio.run(measure(overrides, kind, options.streams, options.tokens))
     print(f"Goal: at most {GOAL_MS} ms in the median at 32 streams with look-ahead off.")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import uvicorn
+from starlette.types import ASGIApp
 from tokenizers import Tokenizer
 
 from cluster.chat_template import ChatTemplate
@@ -32,6 +33,7 @@ class HttpServer:
     """A running server. Its parts live on an event loop of their own; `run` works there."""
 
     url: str
+    app: ASGIApp
     engine: LocalEngine
     tokenizer: Tokenizer
     _loop: asyncio.AbstractEventLoop
@@ -97,7 +99,9 @@ def http_server(
                 while not server.started:
                     await asyncio.sleep(0.005)
                 port = server.servers[0].sockets[0].getsockname()[1]
-                started.put_nowait(HttpServer(f"http://127.0.0.1:{port}", engine, tokenizer, loop))
+                started.put_nowait(
+                    HttpServer(f"http://127.0.0.1:{port}", app, engine, tokenizer, loop)
+                )
                 await stopping.wait()
                 server.should_exit = True
                 await serving

@@ -4,6 +4,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,25 +12,34 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 _OBJECT_STORE_BYTES = 100 << 20
 
-# Ray reads these when it is imported, not when it is started.
-os.environ["RAY_AUTH_MODE"] = "token"
-os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-# Ray has some twenty threads a process, each of which would get a heap of its own from glibc, and
-# keep in it the most that it ever held: growth that nobody could tell from a leak.
-os.environ["MALLOC_ARENA_MAX"] = "2"
-# Where workers find the fake model.
-os.environ["PYTHONPATH"] = str(REPOSITORY)
+_ENVIRONMENT = {
+    # Not the token of the user's own clusters.
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray has some twenty threads a process, each of which would get a heap of its own from glibc,
+    # and keep in it the most that it ever held: growth that nobody could tell from a leak.
+    "MALLOC_ARENA_MAX": "2",
+    # Where workers find the fake model.
+    "PYTHONPATH": str(REPOSITORY),
+}
 
-import ray  # noqa: E402
+
+def set_environment() -> None:
+    """For clusters of this process. Ray reads it when it is imported, so this comes first."""
+    assert "ray" not in sys.modules, "ray has been imported, and has read another environment"
+    os.environ.update(_ENVIRONMENT)
 
 
 @contextlib.contextmanager
 def local_ray(*, num_cpus: int = 8) -> Iterator[None]:
-    """A connection to a cluster of one node, on the loopback interface.
+    """A connection to a cluster of one node, on the loopback interface; `set_environment` comes
+    first.
 
     With `PALIMPSEST_TEST_LOGS` in the environment its processes are heard.
     """
+    import ray
+
     # Short, because Ray puts sockets into it, whose paths have at most 107 characters.
     folder = tempfile.mkdtemp(prefix="ray-")
     ray.init(

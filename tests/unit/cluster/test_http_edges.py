@@ -1,5 +1,7 @@
 """What surrounds the answers: ids, keys, probes, models, queues, clients that go away."""
 
+import asyncio
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -60,6 +62,48 @@ def test_requests_that_wait_end_with_their_clients(
     slow.wait_idle(timeout_seconds=2)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("num_turns", range(8))
+def test_a_request_may_be_cancelled_twice(slow: HttpServer, stream: bool, num_turns: int) -> None:
+    """Ray Serve tells of a client that is gone and cancels the request, in one order or the other,
+    with some turns of the event loop between."""
+    body = json.dumps({**ENDLESS, "stream": stream}).encode()
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": COMPLETIONS,
+        "headers": [(b"content-type", b"application/json")],
+        "query_string": b"",
+        "state": {},
+    }
+
+    async def run() -> None:
+        gone = asyncio.Event()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, object]:
+            if messages:
+                return messages.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: object) -> None:
+            pass
+
+        request = asyncio.ensure_future(slow.app(scope, receive, send))
+        while not slow.engine.client.num_streams:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
+        gone.set()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+
+    slow.run(run)
+    slow.wait_idle()
+
+
 # -- queues ------------------------------------------------------------------------------
 
 
@@ -88,10 +132,11 @@ def test_a_full_queue_says_when_to_come_back(slow: HttpServer) -> None:
 
 @pytest.mark.usefixtures("occupied")
 def test_probes_answer_whatever_the_load(slow: HttpServer) -> None:
-    began = time.monotonic()
-    assert httpx.get(f"{slow.url}/health").status_code == 200
-    assert httpx.get(f"{slow.url}/ready").json() == {"status": "ready", "reason": None}
-    assert time.monotonic() - began < 1
+    with httpx.Client(base_url=slow.url) as client:
+        began = time.monotonic()
+        assert client.get("/health").status_code == 200
+        assert client.get("/ready").json() == {"status": "ready", "reason": None}
+        assert time.monotonic() - began < 1
 
 
 def test_who_waits_too_long_is_told_so() -> None:

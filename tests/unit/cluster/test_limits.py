@@ -53,9 +53,10 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [USER] * 1025}, "messages", "at most 1024 entries"),
     ({"messages": [{"content": "x"}]}, "messages.0.role", "is missing"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "a list, not 5"),
+    ({"messages": [USER, {"role": "user"}]}, "messages.1.content", "is missing"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages",
+        "messages.0.content",
         "reads text only",
     ),
     ({"max_completion_tokens": 50_000}, "max_completion_tokens", "maximum context length"),

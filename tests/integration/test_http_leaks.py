@@ -1,0 +1,104 @@
+"""Rounds of HTTP requests that end in every way there is: what the HTTP side holds afterwards."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.models import make_stories_stand_in
+from tests.support.serving import (
+    App,
+    ask,
+    deployed,
+    free_port,
+    ready_to_serve,
+    serve_on,
+    with_client,
+)
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+NUM_BLOCKS = 40
+REQUESTS_PER_ROUND = 200
+NUM_ROUNDS = 10
+MAX_GROWTH = 0.03
+SETTLED_SECONDS = 3.0
+
+
+@pytest.fixture
+def app(ray_cluster: None, tmp_path: Path) -> Iterator[App]:
+    model = ready_to_serve(make_stories_stand_in(tmp_path), tmp_path)
+    port = free_port()
+    settings = (
+        f"model.model={model}",
+        f"cache.num_blocks={NUM_BLOCKS}",
+        "scheduler.policy=priority",
+    )
+    with serve_on(port), deployed("leaks", port, *settings) as app:
+        yield app
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_ten_rounds_leave_nothing(app: App) -> None:
+    rng = random.Random(12)
+    sizes = []
+    for round_number in range(1, NUM_ROUNDS + 1):
+        fates = [(draw(rng), rng.random()) for _ in range(REQUESTS_PER_ROUND)]
+
+        async def run(client: httpx.AsyncClient, fates: list[Any] = fates) -> None:
+            await asyncio.gather(*(one(client, job, when) for job, when in fates))
+            await asyncio.sleep(SETTLED_SECONDS)
+
+        with_client(app.url, run)
+        app.wait_idle()
+        counters = app.counters()
+        assert counters.evictable_blocks + counters.scratch_blocks == NUM_BLOCKS - 1
+        assert sum(counters.finished.values()) == round_number * REQUESTS_PER_ROUND
+        sizes.append(resident_bytes())
+    for name, size in sizes[-1].items():
+        growth = size / sizes[2][name] - 1
+        assert growth < MAX_GROWTH, f"{name} grew by {growth:.1%}: {sizes}"
+
+
+def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    body: dict[str, Any] = {
+        "max_tokens": rng.randint(1, 60),
+        "ignore_eos": True,
+        "stream": rng.random() < 0.5,
+        "priority": rng.randrange(3),
+        "stop": rng.choice([None, "e", ["nothing of the kind"]]),
+    }
+    text = "".join(rng.choice("abcdefgh ") for _ in range(rng.randint(1, 100))) + "."
+    if rng.random() < 0.5:
+        return CHAT, {**body, "messages": [{"role": "user", "content": text}]}
+    return COMPLETIONS, {**body, "prompt": text}
+
+
+async def one(client: httpx.AsyncClient, job: tuple[str, dict[str, Any]], when: float) -> None:
+    """Half of them are read to their end; the clients of the others leave at some moment."""
+    asking = asyncio.create_task(ask(client, *job))
+    if when < 0.5:
+        await asking
+        return
+    # Not so early that the request has not been read: every one of them must be counted.
+    await asyncio.wait({asking}, timeout=1 + 2 * (when - 0.5))
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+
+
+def resident_bytes() -> dict[str, int]:
+    """Of the processes that carry HTTP, by name."""
+    names = ("ray::ProxyActor", "ray::ServeReplica:leaks")
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        title = " ".join(process.cmdline())
+        for name in names:
+            if title.startswith(name):
+                found[name] = process.memory_info().rss
+    assert set(found) == set(names), found
+    return found

@@ -1,0 +1,274 @@
+"""The server as a whole: real HTTP, Ray Serve, a scheduler and workers with a small real model.
+
+Two applications over the same model share the cluster: one has room for everybody, in the other
+requests preempt each other all the time.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from tests.support.events import Stream
+from tests.support.references import stories_directory
+from tests.support.serving import (
+    App,
+    ask,
+    ask_all,
+    deployed,
+    free_port,
+    ready_to_serve,
+    serve_on,
+    session_logs,
+    with_client,
+)
+
+# Starting two engines may take longer than any of the tests.
+pytestmark = pytest.mark.timeout(func_only=True)
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+OPENINGS = (
+    "Once upon a time, there was a little girl named Lily.",
+    "Tom had a red ball. He liked to play with it",
+    "The big dog ran to the park and saw",
+    "One day, a boy found a shiny stone.",
+    "The cat was very sad because",
+    "There was an old man with a big hat.",
+)
+NUM_CLIENTS = 32
+TIGHT_BLOCKS = 41
+CANARY = "canary-7f3e91"
+
+
+@pytest.fixture(scope="module")
+def port(ray_cluster: None) -> Iterator[int]:
+    port = free_port()
+    with serve_on(port):
+        yield port
+
+
+@pytest.fixture(scope="module")
+def model(test_data_dir: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("serving")
+    return ready_to_serve(stories_directory(test_data_dir, folder), folder)
+
+
+@pytest.fixture(scope="module")
+def roomy(port: int, model: Path) -> Iterator[App]:
+    with deployed("roomy", port, f"model.model={model}", "cache.num_blocks=2000") as app:
+        yield app
+
+
+@pytest.fixture(scope="module")
+def tight(port: int, model: Path) -> Iterator[App]:
+    overrides = (f"model.model={model}", f"cache.num_blocks={TIGHT_BLOCKS}")
+    with deployed("tight", port, *overrides) as app:
+        yield app
+
+
+@pytest.fixture
+def apps(roomy: App, tight: App) -> Iterator[tuple[App, App]]:
+    """Both, which must be idle again at the end of the test."""
+    yield roomy, tight
+    roomy.wait_idle()
+    tight.wait_idle()
+
+
+def jobs(num_jobs: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
+    """Greedy and seeded requests to both endpoints, with choices, stop texts and penalties."""
+    rng = random.Random(seed)
+    drawn: list[tuple[str, dict[str, Any]]] = []
+    for number in range(num_jobs):
+        text = rng.choice(OPENINGS)
+        body: dict[str, Any] = {"max_tokens": rng.randint(30, 100), "stream": number % 2 == 0}
+        if rng.random() < 0.5:
+            body |= {"temperature": 0}
+        else:
+            body |= {"temperature": rng.choice([0.7, 1.0]), "top_p": 0.9, "seed": number}
+        if rng.random() < 0.3:
+            body |= {"n": 2}
+        if rng.random() < 0.3:
+            body |= {"stop": [" She", " and the"]}
+        if rng.random() < 0.3:
+            body |= {"repetition_penalty": 1.1, "frequency_penalty": 0.2}
+        if number % 3 == 0:
+            drawn.append((CHAT, {**body, "messages": [{"role": "user", "content": text}]}))
+        else:
+            drawn.append((COMPLETIONS, {**body, "prompt": text}))
+    return drawn
+
+
+def test_clients_get_the_same_text_from_a_pool_that_is_far_too_small(
+    apps: tuple[App, App],
+) -> None:
+    """CASES 1, 3 and 7."""
+    roomy, tight = apps
+    work = jobs(NUM_CLIENTS, seed=1)
+    undisturbed = ask_all(roomy.url, work)
+    squeezed = ask_all(tight.url, work)
+    assert [answer.content for answer in squeezed] == [a.content for a in undisturbed]
+    assert not any(answer.preemption for answer in undisturbed)
+    preemptions = [answer.preemption for answer in squeezed if answer.preemption]
+    assert len(preemptions) > NUM_CLIENTS // 4
+    for preemption in preemptions:
+        assert preemption["count"] == sum(preemption["causes"].values())
+        assert set(preemption["causes"]) == {"blocks"}
+    counted = sum(preemption["count"] for preemption in preemptions)
+    assert tight.counters().preemptions["blocks"] >= counted
+
+
+def test_the_official_client(apps: tuple[App, App]) -> None:
+    roomy, _ = apps
+    with OpenAI(base_url=f"{roomy.url}/v1", api_key="none") as client:
+        name = client.models.list().data[0].id
+        assert client.models.retrieve(name).id == name
+        whole = client.completions.create(
+            model=name, prompt=OPENINGS[0], max_tokens=40, temperature=0
+        )
+        chunks = client.completions.create(
+            model=name, prompt=OPENINGS[0], max_tokens=40, temperature=0, stream=True
+        )
+        assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+        assert len(whole.choices[0].text) > 60
+        assert whole._request_id
+
+
+def test_what_outgrows_the_whole_pool(apps: tuple[App, App]) -> None:
+    """CASES 5: it is cut to the pool, or refused where it may not end early."""
+    _, tight = apps
+    capacity_tokens = (TIGHT_BLOCKS - 1) * 16
+    body = {"prompt": OPENINGS[0], "max_tokens": 1500, "temperature": 0, "logit_bias": {"2": -100}}
+    with httpx.Client(base_url=tight.url, timeout=60) as client:
+        answer = client.post(COMPLETIONS, json=body).json()
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["total_tokens"] == capacity_tokens + 1
+        refused = client.post(COMPLETIONS, json={**body, "ignore_eos": True})
+        assert refused.status_code == 400
+        assert f"the whole cache holds {capacity_tokens}" in refused.json()["error"]["message"]
+        assert client.post(COMPLETIONS, json={**body, "max_tokens": 5}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_blocks(apps: tuple[App, App], stream: bool) -> None:
+    _, tight = apps
+    body = {"prompt": OPENINGS[1], "max_tokens": 600, "ignore_eos": True, "stream": stream}
+
+    async def leave(client: httpx.AsyncClient) -> None:
+        asking = [asyncio.create_task(ask(client, COMPLETIONS, body)) for _ in range(6)]
+        await asyncio.sleep(0.7)
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+    with_client(tight.url, leave)
+    tight.wait_idle(timeout_seconds=2)
+
+
+def test_every_request_is_counted_once(apps: tuple[App, App]) -> None:
+    """CASES 29: ten that end, and ten whose clients leave while they run or wait."""
+    _, tight = apps
+    before = tight.counters().finished
+    body = {"prompt": OPENINGS[2], "temperature": 0, "ignore_eos": True}
+
+    async def run(client: httpx.AsyncClient) -> None:
+        leaving = [
+            asyncio.create_task(ask(client, COMPLETIONS, {**body, "max_tokens": 600}))
+            for _ in range(10)
+        ]
+        await asyncio.sleep(0.3)
+        for task in leaving:
+            task.cancel()
+        staying = [ask(client, COMPLETIONS, {**body, "max_tokens": 20}) for _ in range(10)]
+        await asyncio.gather(*staying)
+        await asyncio.gather(*leaving, return_exceptions=True)
+
+    with_client(tight.url, run)
+    tight.wait_idle()
+    counters = tight.counters()
+    finished = {
+        reason: count - before.get(reason, 0) for reason, count in counters.finished.items()
+    }
+    assert {reason: count for reason, count in finished.items() if count} == {
+        "length": 10,
+        "abort": 10,
+    }
+
+
+def test_two_applications_do_not_disturb_each_other(apps: tuple[App, App]) -> None:
+    """The same requests, alone and beside a busy neighbour: equal texts and equal counters."""
+    roomy, tight = apps
+    work = [
+        (COMPLETIONS, {"prompt": f"{text} {OPENINGS[number]}", "max_tokens": 40, "temperature": 0})
+        for number, text in enumerate(("It was late.", "It was warm.", "It was fun."))
+    ]
+
+    def run_one_by_one() -> tuple[list[tuple[object, ...]], int]:
+        before = roomy.counters().queries_tokens
+        answers = [ask_all(roomy.url, [job])[0].content for job in work]
+        after: int = roomy.counters().queries_tokens
+        return answers, after - before
+
+    alone = run_one_by_one()
+    with ThreadPoolExecutor(1) as pool:
+        neighbour = pool.submit(ask_all, tight.url, jobs(NUM_CLIENTS, seed=2))
+        assert run_one_by_one() == alone
+        neighbour.result()
+
+
+def test_a_redeploy_cuts_no_stream(apps: tuple[App, App]) -> None:
+    roomy, _ = apps
+    body = {"prompt": OPENINGS[3], "temperature": 0, "ignore_eos": True, "max_tokens": 400}
+    work = [(COMPLETIONS, {**body, "stream": True})] * 8
+    expected = ask_all(roomy.url, work[:1])[0].content
+    with ThreadPoolExecutor(1) as pool:
+        streams = pool.submit(ask_all, roomy.url, work)
+        time.sleep(0.5)
+        roomy.redeploy(max_queue_seconds=555.0)
+        answers = ask_all(roomy.url, [(COMPLETIONS, {**body, "max_tokens": 5})])
+        assert answers[0].usage["completion_tokens"] == 5
+        assert [answer.content for answer in streams.result()] == [expected] * 8
+
+
+def test_what_clients_send_and_get_is_in_no_log(port: int, model: Path) -> None:
+    """Through success, a mistake, a client that leaves, preemption, and the death of a worker."""
+    overrides = (f"model.model={model}", "cache.num_blocks=13", "cache.block_size=8")
+    with deployed("canary", port, *overrides) as app:
+        body = {
+            "prompt": CANARY,
+            "temperature": 0,
+            "max_tokens": 60,
+            "cache_salt": f"salt-{CANARY}",
+        }
+        (answer,) = ask_all(app.url, [(COMPLETIONS, body)])
+        said = answer.texts[0].strip()[:30]
+        squeezed = ask_all(app.url, [(COMPLETIONS, {**body, "stream": True})] * 4)
+        assert any(answer.preemption for answer in squeezed)
+        with httpx.Client(base_url=app.url, timeout=30) as client:
+            assert client.post(COMPLETIONS, json={**body, "temperature": 9}).status_code == 400
+            assert (
+                client.post(COMPLETIONS, json={**body, "prompt": CANARY * 900}).status_code == 400
+            )
+            assert client.post(CHAT, json={"messages": [{"role": CANARY}]}).status_code == 400
+            endless = {**body, "ignore_eos": True, "max_tokens": 80, "n": 8}
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(COMPLETIONS, json=endless, timeout=0.2)
+            with client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                for pid in app.worker_pids():
+                    os.kill(pid, signal.SIGKILL)
+                assert Stream().read(["", *lines]).error is not None
+    secrets = (CANARY.encode(), said.encode())
+    for path in session_logs():
+        content = path.read_bytes()
+        for secret in secrets:
+            assert secret not in content, f"{secret!r} is in {path.name}"
