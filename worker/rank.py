@@ -126,10 +126,16 @@ class Rank:
             if cache.num_blocks is None:
                 size.require(max_model_len, granted=source)
             size.log(max_model_len, bytes_per_block)
-            kv_cache = KVCache(spec, size=size, dtype=dtype, device=self._device)
-            self._shard = Shard(
-                decoder, kv_cache, select_attention(self._device, spec.dtype), self._device
+            kv_cache = KVCache(
+                spec,
+                size=size,
+                dtype=dtype,
+                device=self._device,
+                k_scale=cache.k_scale,
+                v_scale=cache.v_scale,
             )
+            attention = select_attention(self._device, spec.dtype, dtype)
+            self._shard = Shard(decoder, kv_cache, attention, self._device)
             num_blocks = size.num_blocks
         else:
             # What a newcomer can hold may be less; this rank's memory stays as it is.

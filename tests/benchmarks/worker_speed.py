@@ -182,7 +182,7 @@ def main(
     device = torch.device("cpu")
     cache = KVCache(decoder.spec, size=size, dtype=decoder.spec.dtype, device=device)
     subjects: dict[str, Subject] = {
-        "ours": Ours(decoder, cache, select_attention(device, decoder.spec.dtype)),
+        "ours": Ours(decoder, cache, select_attention(device, decoder.spec.dtype, cache.dtype)),
         "without attention": Ours(decoder, cache, NoAttention()),
     }
     if not skip_theirs:
