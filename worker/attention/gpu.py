@@ -1,4 +1,8 @@
-"""Which attention a GPU rank uses: a library where it is installed and right, else our kernel."""
+"""Which attention a GPU rank uses: a library where it is installed and right, else our kernel.
+
+flash-attn is not among them: its paged kernels want blocks of 256 tokens, sixteen times ours, and
+FlashInfer has kernels of that kind for blocks of any size.
+"""
 
 import importlib.util
 import logging
