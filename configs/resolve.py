@@ -95,12 +95,25 @@ def _resolve_scheduler(
 
 
 def _resolve_cache(cache: CacheConfig, device: Device, num_api_keys: int) -> ResolvedCacheConfig:
+    _check_scales(cache)
     values = dict(cache)
     if cache.hash == "auto":
         values["hash"] = "sha256" if num_api_keys > 1 else "xxh3_128"
     if cache.kv_cache_memory is None and device == "cpu":
         values["kv_cache_memory"] = CPU_KV_CACHE_MEMORY
     return ResolvedCacheConfig.model_validate(values)
+
+
+def _check_scales(cache: CacheConfig) -> None:
+    if cache.kv_cache_dtype == "fp8_e4m3":
+        return
+    for key in ("k_scale", "v_scale"):
+        scale = getattr(cache, key)
+        if scale != 1:
+            raise ConfigError(
+                f"cache.{key} is {scale:g}, but with cache.kv_cache_dtype {cache.kv_cache_dtype} "
+                f"nothing is scaled: set the dtype to fp8_e4m3, or leave the scale out."
+            )
 
 
 def _check_chunked_prefill(scheduler: ResolvedSchedulerConfig, max_model_len: int | None) -> None:

@@ -78,8 +78,14 @@ class CacheConfig(Section):
     one API key is configured, otherwise `xxh3_128`."""
     hash_seed: int | None = Field(None, ge=0, le=MAX_UINT64)
     """Start value of all block hashes. Unset: drawn once per deployment."""
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the cached keys and values. `auto`: the type of the model."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3"] = "auto"
+    """Type of the cached keys and values. `auto`: the type of the model. `fp8_e4m3` takes one byte
+    a value, so that twice as many blocks fit as with bfloat16, and keeps four significant bits."""
+    k_scale: float = Field(1.0, gt=0)
+    """With `fp8_e4m3`, keys are divided by this to be stored. Larger keys than 448 times the scale
+    are cut off there, and small ones lose precision below 1/64 of it."""
+    v_scale: float = Field(1.0, gt=0)
+    """The same for values."""
     kv_cache_memory: ByteSize | None = Field(None, gt=0)
     """Memory for the KV cache of one rank, in bytes or with a unit (`512MiB`, `1GiB`). Unset:
     a fixed amount on CPU, on GPU what `cache.gpu_memory_utilization` leaves."""

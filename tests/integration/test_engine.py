@@ -10,10 +10,12 @@ from collections.abc import Iterator
 import pytest
 import ray
 
+from cluster.engine import _with_hash_seed
 from cluster.engine_calls import connect
 from cluster.engine_client import EngineClient
 from cluster.errors import EngineBusyError, EngineUnavailableError
 from cluster.supervisor import existing_supervisors, supervisor_of
+from configs import CacheConfig, Config, resolve
 from scheduler.messages import (
     Accepted,
     BadRequest,
@@ -71,6 +73,15 @@ async def generate_and_check(
     assert answer.usage is not None
     assert answer.usage.completion_tokens == len(solo.token_ids)
     return answer
+
+
+def test_a_hash_seed_that_is_not_configured_is_drawn() -> None:
+    """The core alone would take 0, with which everybody can compute contents that collide."""
+    seeds = {_with_hash_seed(resolve(Config(), "cpu")).cache.hash_seed for _ in range(3)}
+    assert len(seeds) == 3
+    assert None not in seeds
+    given = resolve(Config(cache=CacheConfig(hash_seed=0)), "cpu")
+    assert _with_hash_seed(given).cache.hash_seed == 0
 
 
 def test_text_is_that_of_a_run_alone_however_often_it_is_interrupted(shared_app: str) -> None:

@@ -71,6 +71,19 @@ def test_hash_is_safe_among_strangers(num_keys: int, hash_name: str) -> None:
     assert resolve(forced, "cpu").cache.hash == "xxh3_128"
 
 
+@pytest.mark.parametrize("key", ["k_scale", "v_scale"])
+def test_scales_belong_to_fp8(key: str) -> None:
+    fp8 = {"kv_cache_dtype": "fp8_e4m3", key: 0.5}
+    assert getattr(resolve(Config(cache=CacheConfig.model_validate(fp8)), "cpu").cache, key) == 0.5
+    plain = Config(cache=CacheConfig.model_validate({key: 0.5}))
+    with pytest.raises(ConfigError) as caught:
+        resolve(plain, "cpu")
+    assert str(caught.value) == (
+        f"cache.{key} is 0.5, but with cache.kv_cache_dtype auto nothing is scaled: set the dtype "
+        f"to fp8_e4m3, or leave the scale out."
+    )
+
+
 class TestContextLength:
     def test_it_comes_from_the_model(self) -> None:
         assert resolve(Config(), "cpu").model.max_model_len is None
