@@ -70,7 +70,9 @@ class Guard:
         request_id = _request_id(headers.get("x-request-id"))
         answer = _Answer(send, request_id if self._sends_request_id else None)
         try:
-            scope["api_key"] = self._key_of(scope["path"], headers)
+            # Under a route prefix a path begins with it.
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            scope["api_key"] = self._key_of(path, headers)
             _check_length(headers)
             await self._app(scope, _Body(receive), answer)
         except ApiError as error:

@@ -14,6 +14,7 @@ from cluster.engine_spec import EngineSpec
 from cluster.errors import EngineLostError
 from cluster.frontend import Frontend
 from cluster.http_app import HttpSettings, build_http_app
+from cluster.listening import take_over_ports
 from cluster.sampling import SamplingDefaults, SeedSource
 from cluster.text import TextCodec
 from configs import ModelConfig
@@ -40,6 +41,7 @@ class IngressReplica:
     def __init__(self, spec: IngressSpec) -> None:
         # Its threads would fight with the workers for the cores; ours are enough.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        take_over_ports()
         self._spec = spec
         self._engine = connect(serve.get_replica_context().app_name, spec.engine)
         self._executor = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="text")

@@ -4,21 +4,25 @@ Ray reads its environment when it is imported, so nothing here imports it at the
 """
 
 import contextlib
+import json
 import logging
 import os
 import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
+import psutil
 
 from cluster.errors import CommandError
 
 _OBJECT_STORE_BYTES = 256 << 20
 _SHUTDOWN_SECONDS = 20.0
 _CONNECT_SECONDS = 5.0
+_GRACE_SECONDS = 3.0
 
 # For a cluster of ours; whoever sets one of these means it.
 _ENVIRONMENT = {
@@ -46,6 +50,10 @@ AUTO = "auto"
 """Stands for the address of the cluster on this machine."""
 
 
+class NoClusterError(CommandError):
+    """There is no Ray cluster to join."""
+
+
 @contextlib.contextmanager
 def own_cluster(http_port: int = 8000) -> Iterator[None]:
     """Ray for this process and its children, on the loopback interface; nothing of it is left.
@@ -53,6 +61,7 @@ def own_cluster(http_port: int = 8000) -> Iterator[None]:
     The one ingress replica will listen on `http_port`. When this process dies in whatever way, the
     kernel ends Ray's processes too.
     """
+    remove_remains()
     ports = {
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(http_port),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(http_port + 1),  # exclusive
@@ -73,17 +82,27 @@ def own_cluster(http_port: int = 8000) -> Iterator[None]:
             f"Ray does not start on this machine ({str(error).splitlines()[0]}); see whether other "
             f"work keeps it from starting within 30 s, and try again."
         ) from error
-    session_dir = Path(context.address_info["session_dir"])
-    note = _notes_folder() / str(os.getpid())
-    note.parent.mkdir(parents=True, exist_ok=True)
-    note.write_text(context.address_info["gcs_address"])
+    info = context.address_info
+    session_dir = Path(info["session_dir"])
+    note = _Note.write(info["gcs_address"], session_dir)
     try:
         yield
     finally:
-        note.unlink(missing_ok=True)
+        started = psutil.Process().children(recursive=True)
         with _at_most(_SHUTDOWN_SECONDS, lambda: _remove_session(session_dir)):
             ray.shutdown()
+            _wait_gone(started)
         _remove_session(session_dir)
+        note.path.unlink(missing_ok=True)
+
+
+def _wait_gone(processes: list[psutil.Process]) -> None:
+    """Until then somebody may still listen on the port. What takes too long is killed."""
+    _, alive = psutil.wait_procs(processes, timeout=_GRACE_SECONDS)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=_GRACE_SECONDS)
 
 
 @contextlib.contextmanager
@@ -108,7 +127,7 @@ def _at_most(seconds: float, last_act: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def joined_cluster(address: str) -> Iterator[None]:
-    """A connection to the Ray cluster at `address`. Raises CommandError if there is none."""
+    """A connection to the Ray cluster at `address`. Raises NoClusterError if there is none."""
     _check_something_listens(address)
     if address in _noted_clusters():
         # It listens on the loopback interface, where Ray would not look for it by itself.
@@ -126,7 +145,7 @@ def joined_cluster(address: str) -> Iterator[None]:
 
 
 def _check_something_listens(address: str) -> None:
-    """Raises CommandError if nothing does. Ray itself would try for minutes."""
+    """Raises NoClusterError if nothing does. Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if "//" in host or not port.isdigit():
         return
@@ -136,8 +155,8 @@ def _check_something_listens(address: str) -> None:
         raise _no_cluster(address, error) from error
 
 
-def _no_cluster(address: str, error: Exception) -> CommandError:
-    return CommandError(
+def _no_cluster(address: str, error: Exception) -> NoClusterError:
+    return NoClusterError(
         f"There is no Ray cluster to join at {address} ({str(error).splitlines()[0]}); start one "
         f"with `ray start --head`, or leave --address out."
     )
@@ -149,18 +168,56 @@ def _set_environment(more: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What a running command writes down about the cluster of its own, for other commands."""
+
+    process_id: int
+    address: str
+    session_dir: Path
+
+    @classmethod
+    def write(cls, address: str, session_dir: Path) -> "_Note":
+        """For this process."""
+        note = cls(os.getpid(), address, session_dir)
+        note.path.parent.mkdir(parents=True, exist_ok=True)
+        note.path.write_text(json.dumps({"address": address, "session_dir": str(session_dir)}))
+        return note
+
+    @property
+    def path(self) -> Path:
+        return _notes_folder() / str(self.process_id)
+
+
 def _notes_folder() -> Path:
-    """Where each running command that has a cluster of its own notes its address."""
     return Path(platformdirs.user_state_path("palimpsest")) / "clusters"
+
+
+def _notes() -> list[_Note]:
+    """Of all commands that have not taken theirs away, the oldest first."""
+    notes = []
+    for path in sorted(_notes_folder().glob("*"), key=lambda path: path.stat().st_mtime):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # it is being written, or removed
+            content = json.loads(path.read_text())
+            notes.append(_Note(int(path.name), content["address"], Path(content["session_dir"])))
+    return notes
 
 
 def _noted_clusters() -> list[str]:
     """Addresses of the clusters whose commands are alive, the oldest first."""
-    folder = _notes_folder()
-    notes = (
-        sorted(folder.iterdir(), key=lambda note: note.stat().st_mtime) if folder.is_dir() else []
-    )
-    return [note.read_text() for note in notes if _is_alive(int(note.name))]
+    return [note.address for note in _notes() if _is_alive(note.process_id)]
+
+
+def remove_remains() -> int:
+    """Delete what commands have left that were killed; how many these were.
+
+    Their processes are gone: the kernel ends Ray's with the command that started it.
+    """
+    killed = [note for note in _notes() if not _is_alive(note.process_id)]
+    for note in killed:
+        _remove_session(note.session_dir)
+        note.path.unlink(missing_ok=True)
+    return len(killed)
 
 
 def _is_alive(process_id: int) -> bool:

@@ -5,7 +5,7 @@ import contextlib
 import shutil
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from cluster.supervisor import existing_supervisors
 from configs import Config, load
 from tests.support.engines import status_of, stop
 from tests.support.events import Stream
+from tests.support.http_jobs import Job
 from tests.support.tokenizers import byte_level
 
 HOST = "127.0.0.1"
@@ -86,10 +87,16 @@ class App:
 
 
 @contextlib.contextmanager
-def deployed(name: str, port: int, *overrides: str) -> Iterator[App]:
-    """An application at `/name`; Serve must listen on `port`. Its engine ends with it."""
-    config = load(overrides=overrides, environ={}).config
-    spec = EngineSpec.of(config)
+def deployed(
+    name: str, port: int, *overrides: str, api_key: str | None = None, **engine: Any
+) -> Iterator[App]:
+    """An application at `/name`; Serve must listen on `port`. Its engine ends with it.
+
+    `engine` goes to `EngineSpec.of`.
+    """
+    environment = {} if api_key is None else {"PALIMPSEST_API_KEYS": api_key}
+    config = load(overrides=overrides, environ=environment).config
+    spec = EngineSpec.of(config, **engine)
     app = App(name, f"http://{HOST}:{port}/{name}", config, spec)
     try:
         serve.run(application(config, spec), name=name, route_prefix=f"/{name}")
@@ -161,26 +168,36 @@ def _answered(texts: dict[int, str], finishes: dict[int, str], usage: dict[str, 
 
 
 def ask_all(
-    url: str, jobs: list[tuple[str, dict[str, Any]]], *, timeout_seconds: float = 120
+    url: str,
+    jobs: list[Job],
+    *,
+    timeout_seconds: float = 120,
+    headers: Mapping[str, str] | None = None,
 ) -> list[Answered]:
     """Send all requests at once; their answers in the same order."""
 
     async def run(client: httpx.AsyncClient) -> list[Answered]:
         return list(await asyncio.gather(*(ask(client, path, body) for path, body in jobs)))
 
-    answers: list[Answered] = with_client(url, run, timeout_seconds=timeout_seconds)
+    answers: list[Answered] = with_client(
+        url, run, timeout_seconds=timeout_seconds, headers=headers
+    )
     return answers
 
 
 def with_client(
-    url: str, work: Callable[[httpx.AsyncClient], Awaitable[Any]], *, timeout_seconds: float = 120
+    url: str,
+    work: Callable[[httpx.AsyncClient], Awaitable[Any]],
+    *,
+    timeout_seconds: float = 120,
+    headers: Mapping[str, str] | None = None,
 ) -> Any:
     """Run `work` with a client that may have as many connections as it likes."""
 
     async def run() -> Any:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
-            base_url=url, timeout=timeout_seconds, limits=limits
+            base_url=url, timeout=timeout_seconds, limits=limits, headers=headers
         ) as client:
             return await work(client)
 
