@@ -13,12 +13,13 @@ import yaml
 
 from configs import load
 from helm.generate import CHART, FOLDER, contents
-from tests.support import kubernetes_tools
-from tests.support.chart import CASES, RefusedError, Rendered, run_helm, values_file
-from tests.support.chart_checks import CHECKS, Check
+from tests.support import chart_checks, chart_surroundings, kubernetes_tools
+from tests.support.chart import CASES, Check, RefusedError, Rendered, run_helm, values_file
 from tests.support.crd import problems
 
 Render = Callable[[str], Rendered]
+
+CHECKS = chart_checks.CHECKS + chart_surroundings.CHECKS
 
 EXAMPLES = {"cpu-demo": 4, "one-gpu": 5, "tp4": 3, "tp8-pp2": 6}
 """Cases with the settings of an example of the same name, and how many these are."""
@@ -90,7 +91,7 @@ def test_kuberay_would_refuse(rendered: Render, definition: dict[str, Any]) -> N
     service["spec"]["rayClusterConfig"]["headGroupSpec"]["rayStartParams"]["num-cpus"] = 0
     service["spec"]["rayClusterConfig"]["managedBy"] = "nobody"
     found = "\n".join(problems(definition, service))
-    for words in ("upgradeStrateggy", "num-cpus: 0 is not of type", "managedBy: the rule"):
+    for words in ("upgradeStrateggy", "['num-cpus']: 0 is not of type", "managedBy: the rule"):
         assert words in found
 
 

@@ -1,7 +1,7 @@
 """The chart, rendered: what Helm would install."""
 
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ from helm.generate import CHART
 
 CASES = sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").iterdir())
 RELEASE, NAMESPACE = "demo", "models"
+SERVE_PORT = 8000
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -104,6 +105,10 @@ class Rendered:
         for spec in self.pod_specs:
             yield from spec.get("initContainers", [])
             yield from spec["containers"]
+
+
+Check = Callable[[Rendered], None]
+"""Raises AssertionError for what does not hold."""
 
 
 def ray_container(group: dict[str, Any]) -> dict[str, Any]:
