@@ -14,7 +14,7 @@ from cluster.asgi import KeyDigests
 from cluster.engine_spec import EngineSpec
 from cluster.http_app import HttpSettings
 from cluster.ingress import Ingress, IngressSpec
-from configs import Config, ConfigError, load
+from configs import Config, ConfigError, check, load
 from configs.settings import all_settings, sections
 
 # Serve's own limits, which would answer before ours do.
@@ -32,17 +32,27 @@ def build_app(args: Mapping[str, Any]) -> Application:
     whoever builds the application. Raises ConfigError.
     """
     config = config_of(args)
-    return application(config, EngineSpec.of(config))
+    # Nobody else asks whether the engine is ready before requests are sent here.
+    return application(config, EngineSpec.of(config), waits_for_engine=True)
 
 
-def config_of(args: Mapping[str, Any]) -> Config:
-    """Raises ConfigError for arguments that are no settings."""
+def config_of(args: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Config:
+    """Raises ConfigError for arguments that are no settings, and for settings that no device
+    could be used with. `environ` defaults to the environment of the process."""
     path = args.get("config")
-    return load(Path(path) if path else None, list(_overrides(args))).config
+    config = load(Path(path) if path else None, list(_overrides(args)), environ).config
+    check(config)
+    return config
 
 
-def application(config: Config, engine: EngineSpec) -> Application:
-    """The application for `config`, over the engine that was made from it."""
+def application(
+    config: Config, engine: EngineSpec, *, waits_for_engine: bool = False
+) -> Application:
+    """The application for `config`, over the engine that was made from it.
+
+    `waits_for_engine`: a replica takes part only once the engine has been ready, so that Serve
+    reports the application as running when it can answer.
+    """
     server = config.server
     spec = IngressSpec(
         engine=engine,
@@ -51,6 +61,7 @@ def application(config: Config, engine: EngineSpec) -> Application:
             api_keys=KeyDigests.of(key.get_secret_value() for key in server.api_keys)
         ),
         max_queue_seconds=server.max_queue_seconds,
+        waits_for_engine=waits_for_engine,
     )
     deployment = Ingress.options(
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,

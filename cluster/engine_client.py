@@ -125,8 +125,8 @@ class EngineClient:
         """The state that came with the last poll, at most a few seconds old. Costs nothing."""
         return self._info
 
-    async def wait_ready(self, timeout_seconds: float) -> EngineInfo:
-        """Wait until the engine is ready or has failed, at most `timeout_seconds`."""
+    async def wait_ready(self, timeout_seconds: float | None = None) -> EngineInfo:
+        """Wait until the engine is ready or has failed, at most `timeout_seconds` (None: on)."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 while self._info.state not in (EngineState.READY, EngineState.FAILED):

@@ -23,7 +23,7 @@ from cluster.local_ray import (
 )
 from cluster.probe import Probe, ServerState
 from cluster.welcome import welcome
-from configs import Config, load, resolve
+from configs import Config, check, load
 
 DEFAULT_APP = "palimpsest"
 _READY_POLL_SECONDS = 0.2
@@ -74,7 +74,7 @@ def serve(
     given += [f"server.host={host}"] if host is not None else []
     given += [f"server.port={port}"] if port is not None else []
     config = load(config_file, given).config
-    resolve(config, "cpu")  # what is wrong everywhere is told before anything starts
+    check(config)  # what is wrong everywhere is told before anything starts
     if address is not None and clusters_at(address) != [address]:
         raise CommandError(
             "The Ray cluster of this machine belongs to a `palimpsest serve` and ends with it: "

@@ -1,7 +1,7 @@
 """From what was configured to what holds: fills in the defaults that depend on something."""
 
 import ipaddress
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from pydantic import ByteSize
 
@@ -65,6 +65,23 @@ def resolve(
         parallel=config.parallel,
         server=config.server,
     )
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError if the settings contradict each other on every device there is."""
+    problems = []
+    for device in _devices(config.parallel):
+        try:
+            resolve(config, device)
+        except ConfigError as error:
+            problems.append(error)
+        else:
+            return
+    raise problems[0]
+
+
+def _devices(parallel: ParallelConfig) -> tuple[Device, ...]:
+    return get_args(Device) if parallel.device == "auto" else (parallel.device,)
 
 
 def _resolve_model(model: ModelConfig, model_context_tokens: int | None) -> ModelConfig:
