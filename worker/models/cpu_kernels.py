@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from worker.errors import BackendUnavailableError
@@ -94,9 +93,11 @@ class PackedLinear:
         """With `gated`, the first half of W gives the gate and the second what it gates."""
         self._run = _linear_library().linear
         columns = _linear_library().packed_columns()
-        self._packed_bIC = _pack(weight_OI, columns, gated).transpose(1, 2).contiguous()
+        self._packed_bIC = _pack(weight_OI, columns, gated)
         # The kernel reads these vectors in float32 whatever the dtype of the weights.
-        self._bias = None if bias_O is None else _pack(bias_O, columns, gated).float().flatten()
+        self._bias = None
+        if bias_O is not None:
+            self._bias = _pack(bias_O[:, None], columns, gated).float().flatten()
         self._norm_weight_I = None if norm_weight_I is None else norm_weight_I.float()
         self._epsilon = epsilon
         self._gated = gated
@@ -134,18 +135,20 @@ class PackedLinear:
         return y_tO
 
 
-def _pack(rows: Tensor, columns: int, gated: bool) -> Tensor:
-    """Blocks of `columns` rows, the last filled up with zeros: [blocks, columns, ...].
+def _pack(weight_OI: Tensor, columns: int, gated: bool) -> Tensor:
+    """Blocks of `columns` rows, the last filled up with zeros: [blocks, I, columns].
 
-    Gated, a block is half gates and half what they gate.
+    Gated, a block is half gates and half what they gate. Needs no memory but that of the result.
     """
-    if gated:
-        halves = [_pack(half, columns // 2, gated=False) for half in rows.chunk(2)]
-        return torch.cat(halves, 1)
-    missing = -len(rows) % columns
-    if missing:
-        rows = F.pad(rows, (*(0, 0) * (rows.ndim - 1), 0, missing))
-    return rows.unflatten(0, (-1, columns))
+    parts = weight_OI.chunk(2) if gated else (weight_OI,)
+    width = columns // len(parts)
+    whole, rest = divmod(len(parts[0]), width)
+    packed_bIC = weight_OI.new_zeros(whole + bool(rest), weight_OI.shape[1], columns)
+    for place, rows in zip(packed_bIC.split(width, -1), parts, strict=True):
+        place[:whole] = rows[: whole * width].unflatten(0, (whole, width)).transpose(1, 2)
+        if rest:
+            place[whole, :, :rest] = rows[whole * width :].T
+    return packed_bIC
 
 
 class InPlaceRotation:
