@@ -97,7 +97,7 @@ class PackedLinear:
         # The kernel reads these vectors in float32 whatever the dtype of the weights.
         self._bias = None
         if bias_O is not None:
-            self._bias = _pack(bias_O[:, None], columns, gated).float().flatten()
+            self._bias = _pack(bias_O.float()[:, None], columns, gated).flatten()
         self._norm_weight_I = None if norm_weight_I is None else norm_weight_I.float()
         self._epsilon = epsilon
         self._gated = gated
@@ -138,16 +138,25 @@ class PackedLinear:
 def _pack(weight_OI: Tensor, columns: int, gated: bool) -> Tensor:
     """Blocks of `columns` rows, the last filled up with zeros: [blocks, I, columns].
 
-    Gated, a block is half gates and half what they gate. Needs no memory but that of the result.
+    A block has two halves, which are gates and what they gate if `gated`; in bfloat16 their columns
+    stand in turn (`load_pair` in vectors.hpp). Needs no memory but that of the result.
     """
-    parts = weight_OI.chunk(2) if gated else (weight_OI,)
-    width = columns // len(parts)
-    whole, rest = divmod(len(parts[0]), width)
-    packed_bIC = weight_OI.new_zeros(whole + bool(rest), weight_OI.shape[1], columns)
-    for place, rows in zip(packed_bIC.split(width, -1), parts, strict=True):
-        place[:whole] = rows[: whole * width].unflatten(0, (whole, width)).transpose(1, 2)
-        if rest:
-            place[whole, :, :rest] = rows[whole * width :].T
+    lanes, height = columns // 2, len(weight_OI)
+    blocks, whole = -(-height // columns), height // columns
+    packed_bIC = weight_OI.new_zeros(blocks, weight_OI.shape[1], columns)
+    for half in (0, 1):
+        if gated:
+            rows = weight_OI.chunk(2)[half]
+            first = rows[: whole * lanes].unflatten(0, (whole, lanes))
+            last = rows[whole * lanes :]
+        else:
+            first = weight_OI[: whole * columns].unflatten(0, (whole, 2, lanes))[:, half]
+            last = weight_OI[whole * columns + half * lanes :][:lanes]
+        in_turn = weight_OI.dtype == torch.bfloat16
+        place = packed_bIC[..., half::2] if in_turn else packed_bIC.chunk(2, -1)[half]
+        place[:whole] = first.transpose(1, 2)
+        if len(last):
+            place[whole, :, : len(last)] = last.T
     return packed_bIC
 
 
