@@ -15,6 +15,7 @@ half precision torch takes seconds for a step of it. `--peer-dtype` asks for ano
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -65,23 +66,47 @@ def main(
     if not skip_peer:
         theirs = computed_dtype(spec.dtype) if peer_dtype == "auto" else getattr(torch, peer_dtype)
         subjects[f"transformers, {shown(theirs)}"] = Theirs(model, theirs)
-    table = Table(
-        title=f"{model.name}, {dtype}, {threads} threads: smallest (median)",
-        caption=f"floor: {machine}",
-    )
+    table = Table(title=f"{model.name}, {dtype}, {threads} threads: smallest (median)")
     for column in ("", "floor", *subjects):
         table.add_column(column, justify="right")
-    cost = StepCost.of(model, spec)
-    for batch in BATCHES:
-        what = f"decode, batch {batch}, context {context}, ms"
-        seconds = measured(what, subjects, rounds, partial(decode, batch, context, steps))
-        floor = cost.decode_seconds(machine, batch, context)
-        table.add_row(what, *cells(floor, seconds, lambda one: f"{one * 1e3:.1f}"))
-    what = f"prefill of {prompt} in chunks of {chunk}, tokens/s"
-    seconds = measured(what, subjects, rounds, partial(prefill, prompt, chunk))
-    floor = cost.prefill_seconds(machine, prompt)
-    table.add_row(what, *cells(floor, seconds, lambda one: f"{prompt / one:.0f}"))
+    found = []
+    for figure in figures(StepCost.of(model, spec), context, steps, prompt, chunk):
+        found.append((figure, measured(figure, subjects, rounds)))
+        machine = machine.or_better(Machine.measured())
+    for figure, seconds in found:
+        table.add_row(figure.what, *cells(figure, machine, seconds))
+    table.caption = f"floor: {machine}"
     console.print(table)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A row of the table."""
+
+    what: str
+    act: Callable[[Subject], list[float]]
+    """Its seconds."""
+    floor: Callable[[Machine], float]
+    show: Callable[[float], str]
+
+
+def figures(cost: StepCost, context: int, steps: int, prompt: int, chunk: int) -> list[Figure]:
+    decodes = [
+        Figure(
+            f"decode, batch {batch}, context {context}, ms",
+            partial(decode, batch, context, steps),
+            partial(cost.decode_seconds, batch=batch, context=context),
+            lambda seconds: f"{seconds * 1e3:.1f}",
+        )
+        for batch in BATCHES
+    ]
+    prefilled = Figure(
+        f"prefill of {prompt} in chunks of {chunk}, tokens/s",
+        partial(prefill, prompt, chunk),
+        partial(cost.prefill_seconds, length=prompt),
+        lambda seconds: f"{prompt / seconds:.0f}",
+    )
+    return [*decodes, prefilled]
 
 
 def computed_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -105,9 +130,7 @@ def prefill(length: int, chunk: int, subject: Subject) -> list[float]:
     return [subject.prefill(length, chunk)]
 
 
-def measured(
-    what: str, subjects: dict[str, Subject], rounds: int, act: Callable[[Subject], list[float]]
-) -> Seconds:
+def measured(figure: Figure, subjects: dict[str, Subject], rounds: int) -> Seconds:
     """Seconds of every subject, in turn: ours after a round that does not count, the peer's one."""
     found: Seconds = {name: [] for name in subjects}
     for round_ in range(rounds + 1):
@@ -115,18 +138,17 @@ def measured(
             if isinstance(subject, Theirs) and round_ != 1:
                 continue
             began = time.perf_counter()
-            seconds = act(subject)
-            console.print(
-                f"{what.rpartition(',')[0]}: {name}, round {round_} of {rounds}, "
-                f"{time.perf_counter() - began:.1f} s"
-            )
+            seconds = figure.act(subject)
+            took = time.perf_counter() - began
+            console.print(f"{figure.what}: {name}, round {round_} of {rounds}, {took:.1f} s")
             if round_:
                 found[name] += seconds
     return found
 
 
-def cells(floor: float, found: Seconds, show: Callable[[float], str]) -> list[str]:
-    return [show(floor)] + [
+def cells(figure: Figure, machine: Machine, found: Seconds) -> list[str]:
+    show = figure.show
+    return [show(figure.floor(machine))] + [
         f"{show(min(seconds))} ({show(statistics.median(seconds))})" for seconds in found.values()
     ]
 

@@ -236,6 +236,13 @@ def test_drift_is_loud(worker: LocalWorker) -> None:
         worker.rank.execute(StepPlan(0, 0, (opened(),), (SeqWork(A, 1, 4, True),)))
 
 
+def test_a_rank_of_several_does_not_start_alone(stories: Path) -> None:
+    rank = Rank(worker_config(tp=2), 0)
+    rank.load(stories)
+    with pytest.raises(WorkerError, match="has to meet the others"):
+        rank.join(0, None)
+
+
 def test_a_plan_before_the_join_is_refused() -> None:
     with pytest.raises(WorkerError, match="before it joined"):
         Rank(worker_config(), 0).execute(StepPlan(0, 0, (), ()))
