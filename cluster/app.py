@@ -1,6 +1,11 @@
-"""The Serve application: `build_app` is what `serve run`, `serve build` and `serve deploy` call.
+"""The Serve application, as Ray Serve's own commands know it.
 
 serve run cluster.app:build_app model=smollm2-135m cache.num_blocks=4096
+serve build cluster.app:app -o app.yaml
+serve deploy app.yaml
+
+`build_app` takes arguments, also in a file for `serve deploy`; `app` is the application with all
+defaults, for `serve build`, which gives no arguments.
 """
 
 import json
@@ -34,6 +39,13 @@ def build_app(args: Mapping[str, Any]) -> Application:
     config = config_of(args)
     # Nobody else asks whether the engine is ready before requests are sent here.
     return application(config, EngineSpec.of(config), waits_for_engine=True)
+
+
+def __getattr__(name: str) -> Application:
+    """`app` is made when it is asked for: who imports `build_app` does not want it."""
+    if name == "app":
+        return build_app({})
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def config_of(args: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Config:

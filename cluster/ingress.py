@@ -15,6 +15,7 @@ from cluster.errors import EngineLostError
 from cluster.frontend import Frontend
 from cluster.http_app import HttpSettings, build_http_app
 from cluster.listening import take_over_ports
+from cluster.processes import set_up_logging
 from cluster.sampling import SamplingDefaults, SeedSource
 from cluster.text import TextCodec
 from configs import ModelConfig
@@ -40,6 +41,7 @@ class IngressReplica:
     """One replica. It is there at once unless it waits; `/ready` says how the engine is."""
 
     def __init__(self, spec: IngressSpec) -> None:
+        set_up_logging()
         # Its threads would fight with the workers for the cores; ours are enough.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         take_over_ports()
