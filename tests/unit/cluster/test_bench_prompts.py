@@ -61,6 +61,7 @@ def test_a_trace_keeps_times_lengths_and_what_was_shared(tmp_path: Path) -> None
     assert [r.max_tokens for r in (first, second, third)] == [5, 6, 1]
     assert first.prompt[:512] == second.prompt[:512]
     assert first.prompt[512:600] != second.prompt[512:600]
+    assert isinstance(first.prompt, list)
     assert max(first.prompt) < 400
 
 

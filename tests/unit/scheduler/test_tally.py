@@ -5,17 +5,9 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.messages import Counts, HistogramCounts, Tally
+from scheduler.messages import HistogramCounts
 from scheduler.tally import EMPTY, merged, retire, total, with_counts
-
-
-def counts(version: int, tokens: int) -> Counts:
-    histogram = HistogramCounts((tokens, 1), float(tokens))
-    return Counts(version, {"tokens_total": {"": tokens}}, {"seconds": {"a": histogram}})
-
-
-def tokens_of(tally: Tally) -> int:
-    return total(tally).counters.get("tokens_total", {}).get("", 0)
+from tests.support.tallies import counts, tokens_of
 
 
 def test_sources_are_added_up() -> None:
