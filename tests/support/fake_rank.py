@@ -31,6 +31,7 @@ class FakeRank:
     def join(self, message: JoinGroup, listener: socket.socket | None) -> WorkerHello:
         if listener is not None:
             listener.close()
+        self._aborted.clear()
         num_blocks = self._config.cache.num_blocks or _DEFAULT_NUM_BLOCKS
         self._stage = Stage(0, 1, num_blocks, self._config.cache.block_size)
         return WorkerHello(

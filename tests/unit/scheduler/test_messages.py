@@ -122,7 +122,7 @@ EXAMPLES: tuple[Message, ...] = (
     DELTA,
     TokenBatch(2, (DELTA,)),
     INFO,
-    PollAnswer(4, (TokenBatch(2, (DELTA,)),), INFO),
+    PollAnswer(4, (TokenBatch(2, (DELTA,)),), INFO, is_new=True),
 )
 
 
