@@ -55,6 +55,10 @@ class Engine:
         self.info = EngineInfo(EngineState.STARTING, "the engine is being started")
         self.recoveries: deque[Recovery] = deque(maxlen=_NUM_RECOVERIES)
         """The last ones, in order."""
+        self.num_recoveries = 0
+        self.scheduler_place: Place | None = None
+        self.places: tuple[Place, ...] = ()
+        """Of all ranks. As of the last group that formed."""
         self.num_restarts = 0
         """Processes that took the place of another."""
         self._epoch = -1
@@ -112,15 +116,6 @@ class Engine:
             return None
         return await self.scheduler.status.remote()
 
-    async def places(self) -> tuple[Place | None, list[Place]]:
-        """Of the scheduler, and of all ranks, as far as they have been started."""
-        if self._scheduler.actor is None or self._workers is None:
-            return None, []
-        scheduler, workers = await asyncio.gather(
-            self._scheduler.actor.place.remote(), self._workers.places()
-        )
-        return scheduler, workers
-
     # -- life ----------------------------------------------------------------------------
 
     async def _run(self) -> None:
@@ -161,7 +156,7 @@ class Engine:
 
         Raises EngineStartError when it is given up.
         """
-        noticed_seconds = time.time()
+        noticed_seconds, first_reason = time.time(), reason
         while True:
             self._set_info(EngineState.RECOVERING, reason)
             loss = await self._scheduler.lose(self._epoch, reason)
@@ -179,15 +174,15 @@ class Engine:
             await asyncio.sleep(self._deaths.pause_seconds)
             try:
                 async with asyncio.timeout(config.server.group_start_seconds):
-                    replaced, loaded_seconds = await self._form(workers, config, device)
+                    new, loaded_seconds = await self._form(workers, config, device)
             except Exception as error:
                 reason = self._told(error)
                 logger.warning("epoch %d could not begin: %s", self._epoch, reason)
                 continue
             recovery = Recovery(
                 epoch=self._epoch,
-                reason=reason,
-                replaced=replaced,
+                reason=first_reason,
+                replaced=new,
                 noticed_seconds=noticed_seconds,
                 left_seconds=left_seconds,
                 loaded_seconds=loaded_seconds,
@@ -195,6 +190,7 @@ class Engine:
             )
             logger.info("recovered: %s", recovery)
             self.recoveries.append(recovery)
+            self.num_recoveries += 1
             return
 
     async def _form(
@@ -218,6 +214,7 @@ class Engine:
         scheduler_place, places = await asyncio.gather(
             self._scheduler.actor.place.remote(), workers.places()
         )
+        self.scheduler_place, self.places = scheduler_place, tuple(places)
         is_local = {place.node_id for place in places} == {scheduler_place.node_id}
         link = offer_link(
             config.parallel, workers.num_ranks, None if is_local else scheduler_place.host

@@ -18,7 +18,7 @@ import ray
 from cluster.engine import Engine
 from cluster.engine_spec import EngineSpec
 from cluster.processes import set_up_logging
-from cluster.supervisor_view import AppStatus, EngineView, Place
+from cluster.supervisor_view import AppStatus, EngineView
 from scheduler.messages import EngineInfo, EngineState
 
 logger = logging.getLogger(__name__)
@@ -101,23 +101,20 @@ class Supervisor:
         return os.getpid()
 
     async def status(self) -> AppStatus:
-        engine = self._engine
-        scheduler_place: Place | None = None
-        places: list[Place] = []
-        scheduler = None
+        engine, scheduler = self._engine, None
         if engine is not None:
             with contextlib.suppress(ray.exceptions.RayError):
                 scheduler = await engine.status()
-                scheduler_place, places = await engine.places()
         return AppStatus(
             app=self._app,
             model=self._spec.config.model.model if self._spec is not None else "no model",
             info=self._info if scheduler is None else scheduler.info,
             num_replicas=len(self._seen_seconds),
-            scheduler_place=scheduler_place,
-            places=tuple(places),
+            scheduler_place=engine.scheduler_place if engine is not None else None,
+            places=engine.places if engine is not None else (),
             scheduler=scheduler,
             num_restarts=engine.num_restarts if engine is not None else 0,
+            num_recoveries=engine.num_recoveries if engine is not None else 0,
             recoveries=tuple(engine.recoveries) if engine is not None else (),
         )
 

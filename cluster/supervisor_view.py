@@ -40,7 +40,7 @@ class Recovery:
     """The one that began."""
     reason: str
     replaced: tuple[str, ...]
-    """Processes that are new: `worker 2`, `scheduler`."""
+    """Processes that are new in it: `worker 2`, `scheduler`."""
     noticed_seconds: float
     left_seconds: float
     """Everybody had left the old group, or was ended."""
@@ -65,5 +65,6 @@ class AppStatus:
     scheduler: SchedulerStatus | None
     num_restarts: int
     """Processes that took the place of another."""
+    num_recoveries: int
     recoveries: tuple[Recovery, ...]
     """The last ones."""

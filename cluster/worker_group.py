@@ -146,7 +146,8 @@ class WorkerGroup:
 
         How many steps of the epoch a rank has done, as far as one is left that can say so.
         """
-        return max(await asyncio.gather(*(self._leave(rank) for rank in list(self._workers))))
+        steps = await asyncio.gather(*(self._leave(rank) for rank in list(self._workers)))
+        return max(steps, default=0)
 
     async def _leave(self, rank: int) -> int:
         worker, num_steps, why = self._workers[rank], 0, ""

@@ -6,6 +6,7 @@ import random
 import signal
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import ray
 
@@ -34,6 +35,7 @@ from tests.support.engines import (
     wait_idle,
 )
 from tests.support.fake_model import MAX_POSITIONS, VOCABULARY, run_solo
+from tests.support.fake_rank import POISON
 
 NUM_BLOCKS = 24
 APP = "shared"
@@ -242,6 +244,53 @@ def test_a_death_is_a_preemption(app: str, victim: str) -> None:
             after = await process_ids(app)
             assert after.pop(victim) != pids.pop(victim)
             assert after == pids, "whoever lives is kept"
+
+    asyncio.run(run())
+
+
+def test_a_request_that_kills_the_workers_fails_and_no_other(app: str) -> None:
+    spec = fake_spec("model.model=fake-5ms-poison")
+
+    async def run() -> None:
+        async with client_of(app, spec) as client:
+            sampling = SamplingParams(max_tokens=400, seed=3)
+            going = [
+                asyncio.create_task(generate_and_check(client, f"r{i}", [i], sampling))
+                for i in range(4)
+            ]
+            culprit = await generate(client, request_of(client, "bad", [POISON, 1], sampling))
+            assert culprit.finish is FinishReason.ERROR
+            assert culprit.error is not None
+            assert "died again and again" in culprit.error
+            await asyncio.gather(*going)
+            assert (await status_of(app)).num_recoveries == 4
+            await generate_and_check(client, "after", [1], SamplingParams(3, seed=1))
+
+    asyncio.run(run())
+
+
+@pytest.mark.full
+def test_an_engine_whose_workers_keep_dying_is_given_up(app: str) -> None:
+    async def run() -> None:
+        async with client_of(app, SLOW) as client:
+            going = asyncio.create_task(
+                generate(client, request_of(client, "r", [1], SamplingParams(900, seed=3)))
+            )
+            async with asyncio.timeout(60):
+                while client.info().state is not EngineState.FAILED:
+                    for process in psutil.Process().children(recursive=True):
+                        if process.name().startswith("ray::WorkerProc"):
+                            process.kill()
+                    await asyncio.sleep(0.05)
+            answer = await going
+            assert answer.finish is FinishReason.ERROR
+            assert answer.error is not None
+            assert "given up after 5 deaths" in answer.error
+            with pytest.raises(EngineUnavailableError, match="given up"):
+                await client.submit([request_of(client, "late", [1], SamplingParams(1, seed=3))])
+        # Who comes now gets a new engine.
+        async with client_of(app, SLOW) as client:
+            await generate_and_check(client, "again", [1, 2], SamplingParams(4, seed=3))
 
     asyncio.run(run())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.timeout(240, func_only=True)
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NUM_RANKS = 4
+MAX_GROWTH = 1.1
 STEP_DEADLINE_SECONDS = 3
 SETTINGS = (
     "model.dtype=float32",
@@ -96,7 +98,7 @@ def load(app: App, undisturbed_load: Load) -> Load:
 
 
 def recoveries_of(app: App) -> int:
-    return len(app.status().recoveries)
+    return app.status().num_recoveries
 
 
 def test_a_kill_of_each_rank(app: App, load: Load) -> None:
@@ -187,6 +189,48 @@ def test_a_scheduler_that_dies_again_and_again(app: App, load: Load) -> None:
             assert recovery.replaced == ("scheduler",)
     assert load.causes["scheduler_lost"] >= 3
     assert app.worker_pids() == pids, "the workers keep their weights"
+
+
+@pytest.mark.parametrize(
+    "num_faults", [20, pytest.param(300, marks=[pytest.mark.full, pytest.mark.timeout(1800)])]
+)
+def test_faults_of_all_kinds(app: App, model: Path, load: Load, num_faults: int) -> None:
+    """Half of the time a worker is killed, else the scheduler, or a model fails."""
+    rng = random.Random(num_faults)
+    done = app.status().num_recoveries
+    with load.running():
+        for number in range(num_faults):
+            time.sleep(rng.random())
+            fault = rng.choice(("worker", "worker", "scheduler", "model"))
+            match fault:
+                case "worker":
+                    kill(rng.choice(app.worker_pids()))
+                case "scheduler":
+                    kill(app.scheduler_pid())
+                case "model":
+                    faulty_rank.ask(model, rng.randrange(NUM_RANKS), "raise")
+            wait_recovered(app, done + number + 1)
+            if number == num_faults // 4:
+                early = resources_of(app)
+    assert set(load.causes) == {"worker_lost", "scheduler_lost"}
+    app.wait_idle()
+    if num_faults > 100:
+        late = resources_of(app)
+        for what, amount in early.items():
+            assert late[what] <= amount * MAX_GROWTH + 8, (what, early, late)
+
+
+def resources_of(app: App) -> dict[str, float]:
+    """What the processes that no fault replaces hold: of the supervisor and of the replica, and
+    how many processes there are."""
+    held: dict[str, float] = {"processes": len(psutil.Process().children(recursive=True))}
+    pids = {"supervisor": asyncio.run(supervisor_pid(app.name)), "replica": replica_pids(app)[0]}
+    for name, pid in pids.items():
+        process = psutil.Process(pid)
+        held[f"descriptors of the {name}"] = process.num_fds()
+        held[f"MiB of the {name}"] = process.memory_info().rss / 2**20
+    held["shared memory"] = len(list(Path("/dev/shm").iterdir()))
+    return held
 
 
 def test_an_ingress_replica_that_dies_takes_its_requests_along_and_is_replaced(app: App) -> None:

@@ -88,7 +88,7 @@ def wait_recovered(app: App, num_recoveries: int) -> Recovery:
     status: AppStatus | None = None
     while time.monotonic() < deadline:
         status = app.status()
-        if len(status.recoveries) >= num_recoveries and status.info.state is EngineState.READY:
+        if status.num_recoveries >= num_recoveries and status.info.state is EngineState.READY:
             return status.recoveries[-1]
         assert status.info.state is not EngineState.FAILED, status.info
         time.sleep(_TICK_SECONDS)
