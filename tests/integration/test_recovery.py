@@ -1,10 +1,15 @@
 """SmolLM2 in float32 on several processes that are killed: ids and log probabilities stay."""
 
 import asyncio
+import contextlib
+import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -19,8 +24,9 @@ from scheduler.messages import (
     SamplingParams,
     TokenLogprobs,
 )
-from tests.support.engines import client_of, request_of, status_of, stop, wait_idle
+from tests.support.engines import client_of, generate, request_of, status_of, stop, wait_idle
 from tests.support.faults import kill
+from tests.support.models import make_stories_stand_in
 from worker.pull import pull
 
 VOCABULARY = 49152
@@ -143,5 +149,59 @@ def test_kills_change_no_token(
             undisturbed_seconds = time.monotonic() - began
             for number in range(num_kills):
                 await kill_in_the_middle(client, number, expected)
+
+    asyncio.run(run())
+
+
+@contextlib.contextmanager
+def busy_machine() -> Iterator[None]:
+    """Twice as many processes that only compute as there are cores."""
+    command = [sys.executable, "-c", "while True: pass"]
+    burners = [subprocess.Popen(command) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        yield
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_machine_that_is_far_too_busy_is_no_death(app: str, tmp_path: Path) -> None:
+    spec = EngineSpec.of(
+        load(
+            overrides=[
+                f"model.model={make_stories_stand_in(tmp_path)}",
+                "parallel.tensor_parallel_size=2",
+                "parallel.pipeline_parallel_size=2",
+                "cache.num_blocks=200",
+            ],
+            environ={},
+        ).config
+    )
+
+    async def run() -> None:
+        async with client_of(app, spec) as client:
+            with busy_machine():
+                rng, number, num_steps = random.Random(5), 0, 0
+                while num_steps < 1000:
+                    requests = [
+                        request_of(
+                            client,
+                            f"r{number}-{i}",
+                            [rng.randrange(500) for _ in range(rng.randint(1, 300))],
+                            SamplingParams(rng.randint(1, 60), seed=i, ignore_eos=True),
+                        )
+                        for i in range(12)
+                    ]
+                    answers = await asyncio.gather(*(generate(client, r) for r in requests))
+                    assert {answer.finish for answer in answers} == {FinishReason.LENGTH}
+                    number += 1
+                    status = await wait_idle(app)
+                    assert status.num_recoveries == 0
+                    assert status.scheduler is not None
+                    assert status.scheduler.counters is not None
+                    num_steps = status.scheduler.counters.next_step_id
 
     asyncio.run(run())
