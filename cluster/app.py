@@ -49,12 +49,14 @@ def application(config: Config, engine: EngineSpec) -> Application:
         engine=engine,
         model=config.model,
         http=HttpSettings(
-            api_keys=KeyDigests.of(key.get_secret_value() for key in server.api_keys)
+            api_keys=KeyDigests.of(key.get_secret_value() for key in server.api_keys),
+            metrics_compat=server.metrics_compat,
         ),
         max_queue_seconds=server.max_queue_seconds,
         max_recovery_seconds=server.max_recovery_seconds,
     )
     deployment = Ingress.options(
+        num_replicas=server.num_replicas,
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
         max_queued_requests=_NO_LIMIT,
         graceful_shutdown_timeout_s=server.drain_seconds,

@@ -21,6 +21,7 @@ import ray
 from cluster.death_log import MAX_DEATHS, WINDOW_SECONDS, DeathLog
 from cluster.engine_spec import EngineSpec
 from cluster.errors import EngineStartError
+from cluster.fault_counts import FaultCounts
 from cluster.link_choice import offer_link
 from cluster.placement import choose_device, reserve
 from cluster.ray_errors import sentence
@@ -59,8 +60,7 @@ class Engine:
         self.scheduler_place: Place | None = None
         self.places: tuple[Place, ...] = ()
         """Of all ranks. As of the last group that formed."""
-        self.num_restarts = 0
-        """Processes that took the place of another."""
+        self.faults = FaultCounts()
         self._epoch = -1
         self._drain_reason = ""
         self._deaths = DeathLog()
@@ -191,6 +191,8 @@ class Engine:
             logger.info("recovered: %s", recovery)
             self.recoveries.append(recovery)
             self.num_recoveries += 1
+            self.faults.recovered(recovery.joined_seconds - recovery.noticed_seconds)
+            await self._scheduler.tell(self.faults.report())
             return
 
     async def _form(
@@ -206,7 +208,7 @@ class Engine:
         new += [f"worker {rank}" for rank in workers.start_missing()]
         state = self._state_while_forming
         if state is EngineState.RECOVERING:
-            self.num_restarts += len(new)
+            self.faults.restarted(new)
         await workers.load(
             lambda num_ready: self._set_info(state, _loading(workers.num_ranks, num_ready))
         )

@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 
 from cluster.errors import EngineLostError, EngineUnavailableError
+from cluster.metrics_exchange import CountsCalls, MetricsExchange
 from cluster.request_stream import RequestStream
 from scheduler.messages import (
     Accepted,
@@ -42,7 +43,7 @@ _PAUSE_SECONDS = 0.5
 _LOST_PAUSE_SECONDS = 0.02
 
 
-class EngineCalls(Protocol):
+class EngineCalls(CountsCalls, Protocol):
     """How the engine is reached: over Ray, or in the same process.
 
     Every call raises EngineLostError when the scheduler it would go to is gone, and again until
@@ -88,6 +89,7 @@ class EngineClient:
         `on_close` is awaited at the end of `close`."""
         self.client_id = client_id or f"ingress-{uuid.uuid4().hex[:12]}"
         """What `SubmitRequest.client_id` must be, so that answers come here."""
+        self.metrics = MetricsExchange(calls, self.client_id)
         self._calls = calls
         self._max_recovery_seconds = max_recovery_seconds
         self._on_close = on_close
@@ -121,11 +123,13 @@ class EngineClient:
 
     def start(self) -> None:
         """Begin to poll. Safe to call again."""
+        self.metrics.start()
         if self._poller is None:
             self._poller = asyncio.create_task(self._poll_forever(), name="engine-poll")
 
     async def close(self) -> None:
         """Stop polling. Open streams end with an error."""
+        await self.metrics.close()
         tasks = [task for task in (self._poller, *self._background) if task is not None]
         self._poller = None
         for task in tasks:

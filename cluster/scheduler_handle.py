@@ -14,6 +14,7 @@ from cluster.processes import SchedulerProcess, place_here
 from cluster.ray_errors import awaited, sentence
 from configs import ResolvedConfig
 from scheduler.actor import GroupSize
+from scheduler.messages import Tally, encode
 from scheduler.step_loop import GroupLoss
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,12 @@ class SchedulerHandle:
         logger.warning("the scheduler is replaced: %s", why)
         self.kill()
         return None
+
+    async def tell(self, counts: Tally) -> None:
+        """Let what the engine has counted be part of the metrics."""
+        if self.actor is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                await self.actor.exchange_counts.remote(encode(counts))
 
     async def give_up(self, reason: str) -> None:
         """End all requests, with `reason`. The process stays, to tell its clients."""

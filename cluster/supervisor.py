@@ -113,7 +113,7 @@ class Supervisor:
             scheduler_place=engine.scheduler_place if engine is not None else None,
             places=engine.places if engine is not None else (),
             scheduler=scheduler,
-            num_restarts=engine.num_restarts if engine is not None else 0,
+            num_restarts=engine.faults.num_restarts if engine is not None else 0,
             num_recoveries=engine.num_recoveries if engine is not None else 0,
             recoveries=tuple(engine.recoveries) if engine is not None else (),
         )

@@ -26,11 +26,13 @@ from scheduler.messages import (
     EngineState,
     PollAnswer,
     SubmitRequests,
+    Tally,
     TokenBatch,
     Unavailable,
     decode,
     encode,
 )
+from scheduler.metrics_desk import MetricsDesk
 from scheduler.ports import PlanLink, PlanLinkOffer
 from scheduler.status import Counters, SchedulerStatus, Timings
 from scheduler.step_loop import GroupLoss, Load, StepLoop
@@ -77,6 +79,7 @@ class SchedulerActor:
         self._link: PlanLink | None = None
         self._loop: StepLoop | None = None
         self._clients = Clients()
+        self._metrics = MetricsDesk()
         self._info = EngineInfo(EngineState.STARTING, "the workers are not there yet")
         self._drain_reason: str | None = None
         self._joined_epoch = -1
@@ -245,6 +248,16 @@ class SchedulerActor:
             return encode(PollAnswer(0, (), self._info, is_new=True))
         number, batches = await client.take(last_batch)
         return encode(PollAnswer(number, batches, self._info))
+
+    async def exchange_counts(self, data: bytes) -> bytes:
+        """A Tally in, a TallyAnswer out: what a replica knows, for what everybody counted."""
+        self._metrics.take(decode(data, Tally))
+        measured = None
+        if self._loop is not None:
+            with contextlib.suppress(LoopOverError):
+                measured = await self._run(self._metrics.measure_of(self._loop))
+        self._metrics.forget_all_but(self._clients, time.monotonic())
+        return encode(self._metrics.answer(measured))
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached content. Raises CacheInUseError while blocks are held."""

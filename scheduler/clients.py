@@ -55,6 +55,9 @@ class Clients:
         self.all_resumed = asyncio.Event()
         """Whoever was awaited has resumed, or is no longer awaited."""
 
+    def __contains__(self, client_id: object) -> bool:
+        return client_id in self._clients
+
     def see(self, client_id: str) -> Client:
         """The replica, which is there at this moment."""
         client = self._clients.get(client_id)

@@ -145,11 +145,11 @@ class SchedulerCore:
             self._tombstones.remember(message.request_id, now, message)
 
     def abandon(self, client_id: str, now: float) -> None:
-        """End, without a word, all that belongs to a client that is gone. Should it come back
-        after all, it may bring the same again."""
+        """End, without a word, what belongs to a client that is gone; it may still come back."""
         for request in [r for r in self.requests.values() if r.client_id == client_id]:
             self._end(request, EndRequest(request.request_id, EndReason.ABORT), now)
             self._tombstones.forget(request.request_id)
+            self.accounting.orphaned_requests += 1
         self._deltas.pop(client_id, None)
 
     def take_batches(self) -> dict[str, TokenBatch]:
@@ -250,6 +250,7 @@ class SchedulerCore:
 
     def _enter(self, request: Request, now: float) -> None:
         self.requests[request.request_id] = request
+        request.submitted_seconds = now
         if request.is_continuation:
             held_tokens = request.num_tokens - 1 if request.num_output_tokens else 0
             step_id = self.group.window.next_step_id
