@@ -253,7 +253,7 @@ class SchedulerActor:
         """A Tally in, a TallyAnswer out: what a replica knows, for what everybody counted."""
         self._metrics.take(decode(data, Tally))
         measured = None
-        if self._loop is not None:
+        if self._loop is not None and self._info.state is not EngineState.FAILED:
             with contextlib.suppress(LoopOverError):
                 measured = await self._run(self._metrics.measure_of(self._loop))
         self._metrics.forget_all_but(self._clients, time.monotonic())
