@@ -17,7 +17,15 @@ from cluster.probe import Probe
 from cluster.supervisor import existing_supervisors
 from tests.support import faulty_rank
 from tests.support.events import Stream
-from tests.support.faults import Job, Load, is_alive, kill, undisturbed, wait_recovered
+from tests.support.faults import (
+    Job,
+    Load,
+    is_alive,
+    kill,
+    undisturbed,
+    wait_dead,
+    wait_recovered,
+)
 from tests.support.references import stories_directory
 from tests.support.serving import App, deployed, free_port, ready_to_serve, serve_on
 
@@ -158,10 +166,7 @@ def test_a_process_that_stops_is_replaced_and_ends_when_it_wakes(app: App, load:
         assert "worker 0" in recovery.replaced
         if is_alive(zombie):
             os.kill(zombie, signal.SIGCONT)
-        deadline = time.monotonic() + 20
-        while is_alive(zombie):
-            assert time.monotonic() < deadline, "it lives on"
-            time.sleep(0.05)
+        wait_dead([zombie])
         load_before = load.num_answers
         while load.num_answers == load_before:
             time.sleep(0.05)
@@ -189,6 +194,21 @@ def test_a_scheduler_that_dies_again_and_again(app: App, load: Load) -> None:
             assert recovery.replaced == ("scheduler",)
     assert load.causes["scheduler_lost"] >= 3
     assert app.worker_pids() == pids, "the workers keep their weights"
+
+
+@pytest.mark.full
+def test_a_scheduler_that_stops(app: App, load: Load) -> None:
+    before, zombie = recoveries_of(app), app.scheduler_pid()
+    with load.running():
+        time.sleep(0.5)
+        os.kill(zombie, signal.SIGSTOP)
+        recovery = wait_recovered(app, before + 1)
+        assert recovery.replaced == ("scheduler",)
+        assert "has not answered" in recovery.reason
+        if is_alive(zombie):
+            os.kill(zombie, signal.SIGCONT)
+        wait_dead([zombie])
+    assert recoveries_of(app) == before + 1
 
 
 @pytest.mark.parametrize(
@@ -252,6 +272,22 @@ def test_an_ingress_replica_that_dies_takes_its_requests_along_and_is_replaced(a
         assert answer.status_code == 200
 
 
+def test_what_ray_serve_loses(app: App, load: Load) -> None:
+    """The controller: nobody notices. The proxy: connections break, and soon another listens."""
+    with load.running():
+        kill(pids_of("ray::ServeController")[0])
+        answers = load.num_answers
+        while load.num_answers < answers + len(load.jobs):
+            time.sleep(0.05)
+    assert not load.causes
+    kill(pids_of("ray::ProxyActor")[0])
+    deadline = time.monotonic() + 30
+    while not (state := Probe(app.url).state()).is_ready:
+        assert time.monotonic() < deadline, state
+        time.sleep(0.1)
+    load.run_once()
+
+
 def test_a_supervisor_that_dies_takes_the_engine_along_and_no_request(app: App, load: Load) -> None:
     pids = [*app.worker_pids(), app.scheduler_pid()]
     with load.running():
@@ -264,10 +300,7 @@ def test_a_supervisor_that_dies_takes_the_engine_along_and_no_request(app: App, 
             time.sleep(0.1)
     assert load.causes["scheduler_lost"]
     assert not set(pids) & {*app.worker_pids(), app.scheduler_pid()}
-    deadline = time.monotonic() + 20
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a process of the old engine lives on"
-        time.sleep(0.1)
+    wait_dead(pids)
 
 
 async def supervisor_pid(app: str) -> int:
@@ -277,9 +310,13 @@ async def supervisor_pid(app: str) -> int:
 
 
 def replica_pids(app: App) -> list[int]:
-    prefix = f"ray::ServeReplica:{app.name}:"
+    return pids_of(f"ray::ServeReplica:{app.name}:")
+
+
+def pids_of(title: str) -> list[int]:
+    """Of the processes whose titles begin so."""
     return [
         process.pid
         for process in psutil.Process().children(recursive=True)
-        if " ".join(process.cmdline()).startswith(prefix)
+        if " ".join(process.cmdline()).startswith(title)
     ]

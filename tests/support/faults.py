@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,8 @@ from cluster.supervisor_view import AppStatus, Recovery
 from scheduler.messages import EngineState
 from tests.support.serving import Answered, App, ask_all
 
-RECOVERY_SECONDS = 60.0
+RECOVERY_SECONDS = 90.0
+_DEAD_SECONDS = 30.0
 _TICK_SECONDS = 0.02
 
 Job = tuple[str, dict[str, Any]]
@@ -80,6 +81,13 @@ def is_alive(pid: int) -> bool:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def wait_dead(pids: Iterable[int]) -> None:
+    deadline = time.monotonic() + _DEAD_SECONDS
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"still alive: {alive}"
+        time.sleep(0.05)
 
 
 def wait_recovered(app: App, num_recoveries: int) -> Recovery:

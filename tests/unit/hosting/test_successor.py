@@ -18,6 +18,7 @@ from scheduler.messages import (
     Accepted,
     EndReason,
     EndRequest,
+    EngineInfo,
     EngineState,
     FinishReason,
     InterruptionCause,
@@ -364,3 +365,31 @@ async def test_requests_of_a_replica_that_is_known_to_be_dead_end_at_once() -> N
             while await it.num_open() > 1:
                 await asyncio.sleep(0.002)
         assert it.client.num_streams == 1
+
+
+@runs
+async def test_nobody_waits_for_the_successor_of_an_engine_that_was_replaced() -> None:
+    class ReplacedCalls(Calls):
+        async def poll(self, client_id: str, last_batch: int) -> PollAnswer:
+            try:
+                return await super().poll(client_id, last_batch)
+            except EngineLostError:
+                if client.info().state is not EngineState.RECOVERING:
+                    raise
+            await asyncio.sleep(0.01)
+            return PollAnswer(0, (), EngineInfo(EngineState.DRAINING, "another one was deployed"))
+
+    async with engine(hold=True) as it:
+        calls = ReplacedCalls(it.actor)
+        client = EngineClient(calls)
+        client.start()
+        await client.wait_ready(10)
+        request = SubmitRequest(
+            "r", client.client_id, pack_token_ids(PROMPT), SamplingParams(20, seed=1), 0.0
+        )
+        await client.submit([request])
+        calls.is_cut = True
+        await it.actor.give_up("for the pending poll to return")
+        last = [delta async for delta in client.stream("r")][-1]
+        assert last.error == "another one was deployed"
+        await client.close()
