@@ -163,8 +163,9 @@ class Rank:
 
     def abort(self) -> None:
         """Make a call that waits for other ranks raise GroupBrokenError."""
-        if self._group is not None:
-            self._group.abort()
+        group = self._group  # which may be given up at this moment
+        if group is not None:
+            group.abort()
 
     def leave(self) -> None:
         """Give up the current group, if any. Weights and cache stay."""

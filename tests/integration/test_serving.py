@@ -209,8 +209,8 @@ def test_a_redeploy_cuts_no_stream(apps: tuple[App, App]) -> None:
 
 
 def test_what_clients_send_and_get_is_in_no_log(port: int, model: Path) -> None:
-    """Through success, mistakes, a failure, a client that leaves, preemption, and the death of a
-    worker."""
+    """Through success, mistakes, a failure, a client that leaves, preemption, and the deaths of a
+    worker and of the scheduler."""
     overrides = (f"model.model={model}", "cache.num_blocks=13", "cache.block_size=8")
     headers = {"authorization": f"Bearer {API_KEY}"}
     with deployed("canary", port, *overrides, api_key=API_KEY, loader=FAILING_LOADER) as app:
@@ -242,9 +242,10 @@ def test_what_clients_send_and_get_is_in_no_log(port: int, model: Path) -> None:
             with client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as stream:
                 lines = stream.iter_lines()
                 next(lines)
-                for pid in app.worker_pids():
+                for pid in (*app.worker_pids(), app.scheduler_pid()):
                     os.kill(pid, signal.SIGKILL)
-                assert Stream().read(["", *lines]).is_done
+                    time.sleep(0.5)
+                assert Stream().read(["", *lines]).finishes
     logs = {path: path.read_bytes() for path in session_logs()}
     for told_by in (b"KV cache: 13 blocks", b"engine is ready"):
         assert any(told_by in content for content in logs.values()), "logs are elsewhere"

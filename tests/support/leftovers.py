@@ -4,6 +4,7 @@ Sockets of links and memory of groups have no names in any file system: they end
 process that has them open.
 """
 
+import contextlib
 import os
 import secrets
 import time
@@ -13,9 +14,12 @@ from pathlib import Path
 import psutil
 
 _PATIENCE_SECONDS = 15.0
-# Inherited by all that a test run starts, also by what outlives its parent.
-_MARK, _OF_THIS_RUN = "TEST_RUN", secrets.token_hex(8)
-os.environ[_MARK] = _OF_THIS_RUN
+
+# Inherited by all that tests start, also by what outlives its parent.
+RUN_VARIABLE = "PALIMPSEST_TEST_RUN"
+"""Marks the processes of one test run, of all its workers; set at its beginning."""
+_WORKER_VARIABLE = "PALIMPSEST_TEST_WORKER"
+_THIS_WORKER = os.environ[_WORKER_VARIABLE] = secrets.token_hex(8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +27,12 @@ class Leftovers:
     """What is there at one moment, as far as it can be ours."""
 
     processes: frozenset[str]
-    """Of this test run, as `pid name`."""
+    """Of this worker of the test run, as `pid name`."""
     shared_memory: frozenset[str]
 
     @classmethod
     def now(cls) -> "Leftovers":
-        ours = [process for process in psutil.process_iter() if _is_of_this_run(process)]
+        ours = _processes_with(_WORKER_VARIABLE, _THIS_WORKER)
         return cls(
             processes=frozenset(f"{process.pid} {_name_of(process)}" for process in ours),
             shared_memory=frozenset(path.name for path in Path("/dev/shm").iterdir()),
@@ -51,11 +55,35 @@ def assert_nothing_left(before: Leftovers) -> None:
         time.sleep(0.1)
 
 
-def _is_of_this_run(process: psutil.Process) -> bool:
-    try:
-        return bool(process.environ().get(_MARK) == _OF_THIS_RUN)
-    except psutil.Error:  # gone, or somebody else's
-        return False
+def wait_for_run_to_end() -> list[str]:
+    """What of the whole run is still there after a while, as `pid command`."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (left := _others_of_run()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def _others_of_run() -> list[str]:
+    """Without this process, and helpers of Python's own that it has started and that end with it."""
+    found = []
+    for process in _processes_with(RUN_VARIABLE, os.environ[RUN_VARIABLE]):
+        try:
+            command = " ".join(process.cmdline())
+            is_helper = process.ppid() == os.getpid() and "multiprocessing" in command
+        except psutil.Error:
+            continue  # it has just ended
+        if process.pid != os.getpid() and not is_helper:
+            found.append(f"{process.pid} {command[:200]}")
+    return found
+
+
+def _processes_with(variable: str, value: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has just ended, or is somebody else's
+            if process.environ().get(variable) == value:
+                found.append(process)
+    return found
 
 
 def _name_of(process: psutil.Process) -> str:

@@ -19,6 +19,7 @@ from cluster.app import application
 from cluster.engine_spec import EngineSpec
 from cluster.probe import Probe
 from cluster.supervisor import existing_supervisors
+from cluster.supervisor_view import AppStatus
 from configs import Config, load
 from tests.support.engines import status_of, stop
 from tests.support.events import Stream
@@ -73,13 +74,21 @@ class App:
             time.sleep(0.05)
         assert not left, f"still there after {timeout_seconds} s: {left}"
 
+    def status(self) -> AppStatus:
+        return asyncio.run(status_of(self.name))
+
     def counters(self) -> Any:
-        status = asyncio.run(status_of(self.name))
-        assert status.scheduler is not None
-        return status.scheduler.counters
+        scheduler = self.status().scheduler
+        assert scheduler is not None
+        return scheduler.counters
 
     def worker_pids(self) -> list[int]:
-        return [place.process_id for place in asyncio.run(status_of(self.name)).places]
+        return [place.process_id for place in self.status().places]
+
+    def scheduler_pid(self) -> int:
+        place = self.status().scheduler_place
+        assert place is not None
+        return place.process_id
 
     def _left(self) -> dict[str, int]:
         counters = self.counters()
