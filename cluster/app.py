@@ -58,12 +58,14 @@ def application(
         engine=engine,
         model=config.model,
         http=HttpSettings(
-            api_keys=KeyDigests.of(key.get_secret_value() for key in server.api_keys)
+            api_keys=KeyDigests.of(key.get_secret_value() for key in server.api_keys),
+            metrics_compat=server.metrics_compat,
         ),
         max_queue_seconds=server.max_queue_seconds,
         waits_for_engine=waits_for_engine,
     )
     deployment = Ingress.options(
+        num_replicas=server.num_replicas,
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
         max_queued_requests=_NO_LIMIT,
         graceful_shutdown_timeout_s=server.drain_seconds,

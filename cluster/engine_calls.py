@@ -21,6 +21,8 @@ from scheduler.messages import (
     SubmitAnswer,
     SubmitRequest,
     SubmitRequests,
+    Tally,
+    TallyAnswer,
     decode,
     decode_submit_answer,
     encode,
@@ -64,6 +66,9 @@ class RayEngineCalls:
 
     async def end(self, message: EndRequest) -> None:
         await self._call("end", encode(message))
+
+    async def exchange_counts(self, report: Tally) -> TallyAnswer:
+        return decode(await self._call("exchange_counts", encode(report)), TallyAnswer)
 
     async def reset_prefix_cache(self) -> None:
         try:

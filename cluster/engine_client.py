@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol
 
 from cluster.errors import EngineLostError, EngineUnavailableError
+from cluster.metrics_exchange import CountsCalls, MetricsExchange
 from scheduler.messages import (
     Accepted,
     Admission,
@@ -40,7 +41,7 @@ _PAUSE_SECONDS = 0.5
 _DELTA_BYTES, _TOKEN_BYTES, _ALTERNATIVE_BYTES = 200, 40, 120
 
 
-class EngineCalls(Protocol):
+class EngineCalls(CountsCalls, Protocol):
     """How the engine is reached: over Ray, or in the same process.
 
     Every call raises EngineLostError when the scheduler it would go to is gone. After that the
@@ -108,6 +109,7 @@ class EngineClient:
         """`on_close` is awaited at the end of `close`."""
         self.client_id = client_id or f"ingress-{uuid.uuid4().hex[:12]}"
         """What `SubmitRequest.client_id` must be, so that answers come here."""
+        self.metrics = MetricsExchange(calls, self.client_id)
         self._calls = calls
         self._on_close = on_close
         self._streams: dict[str, _Stream] = {}
@@ -136,11 +138,13 @@ class EngineClient:
 
     def start(self) -> None:
         """Begin to poll. Safe to call again."""
+        self.metrics.start()
         if self._poller is None:
             self._poller = asyncio.create_task(self._poll_forever(), name="engine-poll")
 
     async def close(self) -> None:
         """Stop polling. Open streams end with an error."""
+        await self.metrics.close()
         tasks = [task for task in (self._poller, *self._background) if task is not None]
         self._poller = None
         for task in tasks:

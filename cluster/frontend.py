@@ -65,6 +65,7 @@ class Frontend:
 
     async def prepare(self, request: ApiRequest, answer_id: str) -> tuple[Generation, UsageCount]:
         """A generation that is not started yet. Raises ApiError for what cannot be served."""
+        arrived_seconds = time.monotonic()
         check_supported(request)
         limits = self.limits()
         num_choices = request.n or 1
@@ -105,7 +106,12 @@ class Frontend:
                 messages.append(message)
                 choices.append(Choice(index, message.request_id, detokenizer, rules))
         generation = Generation(
-            self.engine, messages, choices, max_queue_seconds=self.max_queue_seconds
+            self.engine,
+            messages,
+            choices,
+            max_queue_seconds=self.max_queue_seconds,
+            arrived_seconds=arrived_seconds,
+            num_choices_per_prompt=num_choices,
         )
         return generation, UsageCount(generation.num_prompt_tokens, num_choices)
 

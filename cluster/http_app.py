@@ -19,6 +19,7 @@ from cluster.answers import DONE, KEEP_ALIVE, AnswerWriter, UsageCount, frame
 from cluster.api_errors import (
     ApiError,
     InternalError,
+    TooManyRequestsError,
     from_status,
     from_validation,
 )
@@ -27,6 +28,7 @@ from cluster.choice import Piece
 from cluster.event_stream import EventStream, disconnected
 from cluster.frontend import Frontend
 from cluster.generation import Generation
+from cluster.metrics_route import add_metrics_route
 from cluster.openai_api import (
     ApiRequest,
     ChatCompletionRequest,
@@ -34,6 +36,7 @@ from cluster.openai_api import (
     Endpoint,
 )
 from cluster.queue_share import QueueShare
+from configs.sections import MetricsCompat
 from scheduler.messages import EngineState
 
 logger = logging.getLogger(__name__)
@@ -53,6 +56,8 @@ class HttpSettings:
     max_waiting_requests: int = 2048
     max_waiting_tokens: int = 4_000_000
     """Of the whole queue; with several keys each may have half of it."""
+    metrics_compat: MetricsCompat = "none"
+    """Whose names `/metrics` speaks besides our own."""
 
 
 def build_http_app(frontend: Frontend, settings: HttpSettings) -> ASGIApp:
@@ -63,6 +68,7 @@ def build_http_app(frontend: Frontend, settings: HttpSettings) -> ASGIApp:
     _add_error_handlers(app)
     _add_probes(app, frontend)
     _add_models(app, frontend)
+    add_metrics_route(app, frontend, settings.metrics_compat)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -119,7 +125,11 @@ class _Endpoints:
         key = request.scope["api_key"]
         if key is not None and len(self.settings.api_keys.digests) > 1:
             tokens = generation.num_prompt_tokens
-            generation.place = self.share.enter(key, len(tokens), sum(tokens))
+            try:
+                generation.place = self.share.enter(key, len(tokens), sum(tokens))
+            except TooManyRequestsError:
+                self.frontend.engine.metrics.counts.refused("queue_share")
+                raise
 
 
 async def _whole(answering: _Answering, idle_seconds: float) -> bytes:

@@ -24,6 +24,7 @@ from cluster.local_ray import (
 from cluster.probe import Probe, ServerState
 from cluster.welcome import welcome
 from configs import Config, check, load
+from configs.sections import MetricsCompat
 
 DEFAULT_APP = "palimpsest"
 _READY_POLL_SECONDS = 0.2
@@ -56,6 +57,12 @@ def serve(
     route_prefix: Annotated[
         str, typer.Option(help="Path that all URLs of the application begin with.")
     ] = "/",
+    metrics_compat: Annotated[
+        MetricsCompat | None,
+        typer.Option(
+            help="`vllm`: /metrics also has the names that dashboards made for vLLM look for."
+        ),
+    ] = None,
 ) -> None:
     """Serve a model over the OpenAI API, until Ctrl-C.
 
@@ -73,6 +80,7 @@ def serve(
     given += [f"model.model={model}"] if model is not None else []
     given += [f"server.host={host}"] if host is not None else []
     given += [f"server.port={port}"] if port is not None else []
+    given += [f"server.metrics_compat={metrics_compat}"] if metrics_compat is not None else []
     config = load(config_file, given).config
     check(config)  # what is wrong everywhere is told before anything starts
     if address is not None and clusters_at(address) != [address]:

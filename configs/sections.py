@@ -22,6 +22,7 @@ def _as_tuple(value: object) -> object:
 
 
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)]
+MetricsCompat = Literal["none", "vllm"]
 Secret = Annotated[SecretStr, Field(min_length=1)]
 Secrets = Annotated[tuple[Secret, ...], BeforeValidator(_as_tuple)]
 
@@ -171,6 +172,11 @@ class ServerConfig(Section):
     with 503."""
     max_queue_seconds: float = Field(600, gt=0)
     """How long a request may wait for its first step; then it is answered with 503."""
+    num_replicas: int = Field(1, ge=1, le=64)
+    """Processes that take requests, tokenize and write the streams. One is enough for some
+    hundred streams."""
+    metrics_compat: MetricsCompat = "none"
+    """`vllm`: `/metrics` also has the names that dashboards made for vLLM look for."""
     step_deadline_seconds: float = Field(30, gt=0)
     """How long a step may take before its workers count as lost. Steps that are slow in general
     get more, and the first one of a new group has no limit."""

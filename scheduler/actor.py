@@ -27,11 +27,13 @@ from scheduler.messages import (
     EngineState,
     PollAnswer,
     SubmitRequests,
+    Tally,
     TokenBatch,
     Unavailable,
     decode,
     encode,
 )
+from scheduler.metrics_desk import MetricsDesk
 from scheduler.outbox import Outbox
 from scheduler.ports import PlanLink, PlanLinkOffer
 from scheduler.status import Counters, SchedulerStatus, Timings
@@ -91,6 +93,7 @@ class SchedulerActor:
         self._link: PlanLink | None = None
         self._loop: StepLoop | None = None
         self._clients: dict[str, _Client] = {}
+        self._metrics = MetricsDesk()
         self._info = EngineInfo(EngineState.STARTING, "the workers are not there yet")
         self._settled = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
@@ -220,6 +223,16 @@ class SchedulerActor:
                 number, batches = client.outbox.take(last_batch)
         return encode(PollAnswer(number, batches, self._info))
 
+    async def exchange_counts(self, data: bytes) -> bytes:
+        """A Tally in, a TallyAnswer out: what a replica knows, for what everybody counted."""
+        self._metrics.take(decode(data, Tally))
+        measured = None
+        if self._loop is not None:
+            with contextlib.suppress(GroupLostError):
+                measured = await self._run(self._metrics.measure_of(self._loop))
+        self._metrics.forget_all_but(self._clients, time.monotonic())
+        return encode(self._metrics.answer(measured))
+
     async def reset_prefix_cache(self) -> None:
         """Forget all cached content. Raises CacheInUseError while blocks are held."""
         await self._run(lambda core, now: core.reset_prefix_cache())
@@ -312,4 +325,5 @@ class _OnEventLoop:
 def _end_all(client_ids: frozenset[str], core: SchedulerCore, now: float) -> None:
     for request in list(core.requests.values()):
         if request.client_id in client_ids:
+            core.accounting.orphaned_requests += 1
             core.end(EndRequest(request.request_id, EndReason.ABORT), now)

@@ -239,6 +239,7 @@ class SchedulerCore:
 
     def _enter(self, request: Request, now: float) -> None:
         self.requests[request.request_id] = request
+        request.submitted_seconds = now
         if request.is_continuation:
             held_tokens = request.num_tokens - 1 if request.num_output_tokens else 0
             step_id = self.group.window.next_step_id

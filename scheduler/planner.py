@@ -244,6 +244,9 @@ class StepPlanner:
         counts_lookup = group.kv.enable_prefix_caching and (
             request.sampling.prompt_logprobs is None or request.bill is not None
         )
+        if request.bill is None:
+            waited_seconds = group.pool.now_seconds - request.submitted_seconds
+            accounting.queue_seconds.observe(waited_seconds)
         accounting.admitted(request, num_hit, counts_lookup=counts_lookup)
         accounting.scheduled_tokens.add(request, num_hit, end)
         request.move(Move.ADMIT, draft.step_id)

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from scheduler.core import SchedulerCore
 from scheduler.deadline import StepDeadline
 from scheduler.errors import CacheInUseError, GroupLostError, LinkError
+from scheduler.histogram import Histogram
 from scheduler.messages import (
     Heartbeat,
     StepPlan,
@@ -106,6 +107,10 @@ class StepLoop:
         self._rate = _Rate()
         self._stopping = False
         self.timings: deque[StepTiming] = deque(maxlen=_NUM_TIMINGS)
+        self.step_seconds = {
+            part: Histogram.of_step_seconds() for part in ("plan", "execute", "apply")
+        }
+        """Of all steps, by their parts as in StepTiming."""
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
 
     def start(self) -> None:
@@ -166,7 +171,7 @@ class StepLoop:
             self._publish_plans()
         if result is not None:
             published = time.perf_counter()
-            self.timings.append(
+            self._note_timing(
                 StepTiming(
                     gap_seconds=result.gap_seconds,
                     execute_seconds=result.execute_seconds,
@@ -180,6 +185,12 @@ class StepLoop:
             raise GroupLostError(
                 f"the workers have not answered a step for {overdue_seconds:.0f} s"
             )
+
+    def _note_timing(self, timing: StepTiming) -> None:
+        self.timings.append(timing)
+        self.step_seconds["plan"].observe(timing.plan_seconds)
+        self.step_seconds["execute"].observe(timing.execute_seconds)
+        self.step_seconds["apply"].observe(timing.apply_seconds)
 
     def _run_calls(self) -> None:
         while self._mailbox:

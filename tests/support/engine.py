@@ -32,6 +32,8 @@ from scheduler.messages import (
     StepResult,
     SubmitRequest,
     SubmitRequests,
+    Tally,
+    TallyAnswer,
     Unavailable,
     WorkerMessage,
     decode,
@@ -189,6 +191,9 @@ class LocalCalls:
 
     async def poll(self, client_id: str, last_batch: int) -> PollAnswer:
         return decode(await self._actor.poll(client_id, last_batch), PollAnswer)
+
+    async def exchange_counts(self, report: Tally) -> TallyAnswer:
+        return decode(await self._actor.exchange_counts(encode(report)), TallyAnswer)
 
     async def reset_prefix_cache(self) -> None:
         await self._actor.reset_prefix_cache()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import ray
 from ray import serve
 
@@ -191,3 +192,13 @@ def session_logs() -> list[Path]:
     """All log files of the Ray cluster of this process."""
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     return [path for path in session.rglob("*") if path.is_file() and not path.is_symlink()]
+
+
+def replica_pids(app: str) -> list[int]:
+    """The processes of an application's ingress replicas that are alive."""
+    pids = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if " ".join(process.cmdline()).startswith(f"ray::ServeReplica:{app}:"):
+                pids.append(process.pid)
+    return sorted(pids)

@@ -27,6 +27,8 @@ from scheduler.messages import (
     SubmitAnswer,
     SubmitRequest,
     SubmitRequests,
+    Tally,
+    TallyAnswer,
     WorkerFault,
     decode,
     decode_submit_answer,
@@ -72,6 +74,10 @@ class Calls:
                 continue
             self._check()
             return decode(data, PollAnswer)
+
+    async def exchange_counts(self, report: Tally) -> TallyAnswer:
+        self._check()
+        return decode(await self.actor.exchange_counts(encode(report)), TallyAnswer)
 
     async def reset_prefix_cache(self) -> None:
         await self.actor.reset_prefix_cache()

@@ -14,13 +14,16 @@ from scheduler.messages import (
     BadRequest,
     Close,
     CloseReason,
+    Counts,
     EndReason,
     EndRequest,
     EngineInfo,
     EngineState,
     Extend,
     FinishReason,
+    Gauges,
     Heartbeat,
+    HistogramCounts,
     InterruptionCause,
     Interruptions,
     JoinGroup,
@@ -38,6 +41,8 @@ from scheduler.messages import (
     StepResult,
     SubmitRequest,
     SubmitRequests,
+    Tally,
+    TallyAnswer,
     TokenBatch,
     TokenDelta,
     TokenLogprobs,
@@ -93,6 +98,13 @@ OUTPUT = SeqOutput(SEQ, (11,), (ROW,), PromptLogprobs(1, (ROW,)), error="no fini
 DELTA = TokenDelta("r", (1,), (ROW,), (ROW, ROW), FinishReason.STOP, USAGE, "broken")
 INFO = EngineInfo(EngineState.STARTING, "loading", 1, 8192, 49152, 16, 100, 2, 3, 40, 12.5)
 
+COUNTS = Counts(
+    version=3,
+    counters={"preemptions_total": {"blocks": 2**40, "drain": 0}},
+    histograms={"request_preemptions": {"": HistogramCounts((3, 0, 1), 7.5)}},
+)
+TALLY = Tally({"ingress-1": COUNTS}, Counts(0, {}, {}), ("ingress-0",))
+GAUGES = Gauges(1, 2, 3, 4, 5, 6, 7)
 EXAMPLES: tuple[Message, ...] = (
     SAMPLING,
     SEQ,
@@ -123,6 +135,11 @@ EXAMPLES: tuple[Message, ...] = (
     TokenBatch(2, (DELTA,)),
     INFO,
     PollAnswer(4, (TokenBatch(2, (DELTA,)),), INFO),
+    COUNTS.histograms["request_preemptions"][""],
+    COUNTS,
+    TALLY,
+    GAUGES,
+    TallyAnswer(TALLY, GAUGES),
 )
 
 
