@@ -86,6 +86,24 @@ def test_kuberay_knows_every_field(rendered: Render, case: str, definition: dict
     assert problems(definition, rendered(case).only("RayService")) == []
 
 
+@pytest.mark.parametrize(
+    "sets",
+    [
+        "ray.gcsFaultTolerance.backend=rocksdb,ray.gcsFaultTolerance.rocksdb.storageClassName=fast",
+        "auth.ray.mode=disabled",
+        "upgrade.strategy=None,upgrade.startTimeout=",
+        "http.replicas=3,workers.spreadOver=",
+        "podDisruptionBudgets.maxUnavailable.workers=50%",
+        "serviceAccount.create=false",
+    ],
+)
+def test_kuberay_knows_the_fields_of_other_choices(
+    helm: Path, sets: str, definition: dict[str, Any]
+) -> None:
+    chart = Rendered.of(helm, None, sets=[sets])
+    assert problems(definition, chart.only("RayService")) == []
+
+
 def test_kuberay_would_refuse(rendered: Render, definition: dict[str, Any]) -> None:
     service = json.loads(json.dumps(rendered("cpu-demo").only("RayService")))
     service["spec"]["upgradeStrateggy"] = {}
