@@ -206,7 +206,11 @@ def pods_end_after_their_requests(chart: Rendered) -> None:
     command = ray_container(chart.workers)["lifecycle"]["preStop"]["exec"]["command"]
     patience = re.search(r"SECONDS < (\d+)", command[-1])
     assert patience is not None
-    assert drain_seconds <= int(patience[1]) < spec["terminationGracePeriodSeconds"]
+    assert drain_seconds <= int(patience[1])
+    shutdown = int(
+        environment(ray_container(chart.workers))["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]
+    )
+    assert int(patience[1]) + shutdown < spec["terminationGracePeriodSeconds"]
     assert f":{SERVE_PORT:X} " in command[-1]
     service = chart.only("RayService")["spec"]
     assert service["rayClusterDeletionDelaySeconds"] >= drain_seconds - 1

@@ -24,8 +24,12 @@ from tests.support.chart import Rendered, environment, ray_container
 from tests.support.serving import HOST, free_port
 
 _BIN = Path(sys.executable).parent
-_START_SECONDS, _DEPLOY_SECONDS, _STOP_SECONDS = 60.0, 180.0, 30.0
-_HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}
+_START_SECONDS, _DEPLOY_SECONDS, _STOP_SECONDS, _PATIENCE_SECONDS = 60.0, 180.0, 30.0, 5.0
+_PROXY_PORTS = {
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
+    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
+    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
+}
 _SERVE_PORT, _CONTROL_STORE_PORT, _DASHBOARD_PORT = 8000, 6379, 8265
 
 
@@ -100,18 +104,20 @@ def chart_node(chart: Rendered) -> Iterator[ChartNode]:
             [str(part) for part in command], env=variables, stdout=log, stderr=log
         )
     node = ChartNode(chart, ports, process, variables, folder)
-    children: list[psutil.Process] = []
     try:
         _wait_for_dashboard(node)
         yield node
-        children = psutil.Process(process.pid).children(recursive=True)
     finally:
+        children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
-        process.wait(_STOP_SECONDS)
-        _, alive = psutil.wait_procs(children, timeout=_STOP_SECONDS)
-        for child in alive:
-            child.kill()
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            process.wait(_STOP_SECONDS)
+        finally:
+            _, alive = psutil.wait_procs(children, timeout=_PATIENCE_SECONDS)
+            for left in (process, *alive):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    left.kill()
+            shutil.rmtree(folder, ignore_errors=True)
     assert not alive, f"left behind: {alive}"
 
 
@@ -122,7 +128,7 @@ def _parameters(chart: Rendered) -> tuple[dict[str, str], dict[int, int]]:
     parameters["port"] = str(_CONTROL_STORE_PORT)
     parameters["dashboard-host"] = HOST
     ports = {port: free_port() for port in (_SERVE_PORT, _DASHBOARD_PORT)}
-    ports |= {port: free_port() for port in _HAPROXY_PORTS.values()}
+    ports |= {port: free_port() for port in _PROXY_PORTS.values()}
     for name, value in parameters.items():
         if name.endswith("port") and "worker" not in name:
             parameters[name] = str(ports.setdefault(int(value), free_port()))
@@ -141,7 +147,7 @@ def _variables(chart: Rendered, folder: Path, ports: dict[int, int]) -> dict[str
         if name.startswith("RAY_") or name == "MALLOC_ARENA_MAX"
     }
     # What is once in a pod is several times on a machine.
-    own = {variable: str(ports[port]) for variable, port in _HAPROXY_PORTS.items()}
+    own = {variable: str(ports[port]) for variable, port in _PROXY_PORTS.items()}
     for variable, name in {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": "admin.sock",
@@ -152,6 +158,8 @@ def _variables(chart: Rendered, folder: Path, ports: dict[int, int]) -> dict[str
         own[variable] = str(folder / name)
     # What `authOptions` of the RayCluster makes KubeRay set.
     own |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    # There is no other node to go to.
+    own["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
     own |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return mine | theirs | own
 
