@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import psutil
 import yaml
 
@@ -101,7 +102,7 @@ def chart_node(chart: Rendered) -> Iterator[ChartNode]:
     command += [f"--{name}={value}" for name, value in parameters.items()]
     with (folder / "ray-start.log").open("wb") as log:
         process = subprocess.Popen(
-            [str(part) for part in command], env=variables, stdout=log, stderr=log
+            [*_read_only_root(), *map(str, command)], env=variables, stdout=log, stderr=log
         )
     node = ChartNode(chart, ports, process, variables, folder)
     try:
@@ -119,6 +120,23 @@ def chart_node(chart: Rendered) -> Iterator[ChartNode]:
                     left.kill()
             shutil.rmtree(folder, ignore_errors=True)
     assert not alive, f"left behind: {alive}"
+
+
+def _read_only_root() -> list[str]:
+    """What to put before a command so that it can write where a pod can and nowhere else: to
+    shared memory, temporary files, and the cache, which stands for the volume of models. Nothing
+    where this user may not change mounts."""
+    cache = platformdirs.user_cache_path("palimpsest", ensure_exists=True)
+    script = (
+        f"mount --bind {tempfile.gettempdir()} {tempfile.gettempdir()}"
+        f" && mount --bind {cache} {cache}"
+        ' && mount -o remount,ro,bind / && exec "$@"'
+    )
+    prefix = ["unshare", "--mount", "--propagation", "private", "bash", "-c", script, "bash"]
+    if shutil.which(prefix[0]) is None:
+        return []
+    trial = subprocess.run([*prefix, "true"], capture_output=True, check=False)
+    return [] if trial.returncode else prefix
 
 
 def _parameters(chart: Rendered) -> tuple[dict[str, str], dict[int, int]]:
@@ -139,7 +157,9 @@ def _parameters(chart: Rendered) -> tuple[dict[str, str], dict[int, int]]:
 
 def _variables(chart: Rendered, folder: Path, ports: dict[int, int]) -> dict[str, str]:
     """The user's environment, and over it that of the pods."""
-    mine = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    mine = {
+        name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "XDG_"))
+    }
     theirs = {
         name: value
         for group in chart.groups
@@ -160,6 +180,10 @@ def _variables(chart: Rendered, folder: Path, ports: dict[int, int]) -> dict[str
     own |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     # There is no other node to go to.
     own["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
+    home = folder / "home"
+    (home / ".cache").mkdir(parents=True)
+    (home / ".cache" / "palimpsest").symlink_to(platformdirs.user_cache_path("palimpsest"))
+    own["HOME"] = str(home)
     own |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return mine | theirs | own
 
