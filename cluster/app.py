@@ -20,6 +20,7 @@ from configs.settings import all_settings, sections
 # Serve's own limits, which would answer before ours do.
 _MAX_ONGOING_REQUESTS = 100_000
 _NO_LIMIT = -1
+_HEALTH_CHECK_SECONDS = 1.0
 
 _PATHS_OF_ARGUMENTS = "config, model, SECTION.KEY, or SECTION with keys in it"
 
@@ -62,6 +63,7 @@ def application(
             metrics_compat=server.metrics_compat,
         ),
         max_queue_seconds=server.max_queue_seconds,
+        max_recovery_seconds=server.max_recovery_seconds,
         waits_for_engine=waits_for_engine,
     )
     deployment = Ingress.options(
@@ -69,6 +71,8 @@ def application(
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
         max_queued_requests=_NO_LIMIT,
         graceful_shutdown_timeout_s=server.drain_seconds,
+        # A dead replica is missed at the next check, and until then nobody takes its place.
+        health_check_period_s=_HEALTH_CHECK_SECONDS,
         # A small machine must be able to hold the ingress beside its workers.
         ray_actor_options={"num_cpus": 0},
         logging_config={"enable_access_log": False},

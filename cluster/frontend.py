@@ -46,7 +46,7 @@ class Frontend:
     def limits(self) -> ModelLimits:
         """Raises UnavailableError until the workers have reported."""
         info = self.engine.info()
-        if not info.is_ready:
+        if not info.takes_requests:
             raise UnavailableError(
                 info.reason or f"The engine is {info.state}.",
                 retry_after_seconds=UNAVAILABLE_RETRY_SECONDS,

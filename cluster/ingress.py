@@ -32,6 +32,7 @@ class IngressSpec:
     model: ModelConfig
     http: HttpSettings
     max_queue_seconds: float
+    max_recovery_seconds: float
     waits_for_engine: bool = False
 
 
@@ -43,7 +44,11 @@ class IngressReplica:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._spec = spec
         self._waits_for_engine = spec.waits_for_engine
-        self._engine = connect(serve.get_replica_context().app_name, spec.engine)
+        self._engine = connect(
+            serve.get_replica_context().app_name,
+            spec.engine,
+            max_recovery_seconds=spec.max_recovery_seconds,
+        )
         self._executor = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="text")
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -46,17 +46,18 @@ AUTO = "auto"
 
 
 @contextlib.contextmanager
-def own_cluster(http_port: int = 8000) -> Iterator[None]:
+def own_cluster(http_port: int = 8000, *, num_replicas: int = 1) -> Iterator[None]:
     """Ray for this process and its children, on the loopback interface; nothing of it is left.
 
-    The one ingress replica will listen on `http_port`. When this process dies in whatever way, the
-    kernel ends Ray's processes too.
+    A single ingress replica will listen on `http_port` itself; several stand behind Serve's proxy.
+    When this process dies in whatever way, the kernel ends Ray's processes too.
     """
-    ports = {
+    direct = {
+        **_DIRECT_INGRESS,
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(http_port),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(http_port + 1),  # exclusive
     }
-    _set_environment(_DIRECT_INGRESS | ports)
+    _set_environment(direct if num_replicas == 1 else {})
     import ray
 
     try:
@@ -162,15 +163,15 @@ def clusters_at(address: str) -> list[str]:
     return (_noted_clusters() if address == AUTO else []) or [address]
 
 
-def start_serve(host: str, port: int, *, is_own: bool) -> tuple[str, int]:
+def start_serve(host: str, port: int, *, is_direct: bool) -> tuple[str, int]:
     """Start Ray Serve unless it runs already; where it listens then.
 
-    `is_own`: on a cluster that `own_cluster` started for this port.
+    `is_direct`: the one replica of a cluster of our own will listen on this port.
     """
     from ray import serve
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    if is_own:
+    if is_direct:
         # Serve starts a proxy all the same, which is left aside.
         serve.start(http_options={"host": host, "port": _free_port(host)})
         return host, port

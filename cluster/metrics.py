@@ -148,6 +148,7 @@ def gauge_values(gauges: Gauges) -> dict[str, dict[str, float]]:
         },
         "kv_cache_usage_ratio": {"": gauges.held_blocks / usable},
         "kv_blocks_wanted": {"": gauges.wanted_blocks},
+        "epoch": {"": gauges.epoch},
     }
 
 

@@ -190,6 +190,23 @@ METRICS = (
         "hold, a full queue, the share of one API key used up, an engine that takes none.",
         Label("reason", REFUSALS),
     ),
+    Metric(
+        "faults", "counter", "worker_restarts_total",
+        "Worker processes that took the place of one that died, failed or hung.",
+    ),
+    Metric(
+        "faults", "histogram", "recovery_seconds",
+        "From the moment in which a death was noticed until the next group had formed.",
+        bounds=SECONDS,
+    ),
+    Metric(
+        "faults", "counter", "requests_resumed_total",
+        "How often an interrupted request was admitted again.", _CAUSE,
+    ),
+    Metric(
+        "faults", "gauge", "epoch",
+        "Of the worker group; it rises with every loss, and every attempt to form another.",
+    ),
 )  # fmt: skip
 """All but `CONFIG_INFO`."""
 

@@ -110,7 +110,7 @@ def _run(plan: _Plan, progress: Progress) -> None:
     with contextlib.ExitStack() as stack:
         if plan.address is None:
             with progress.step("Starting Ray"):
-                stack.enter_context(own_cluster(server.port))
+                stack.enter_context(own_cluster(server.port, num_replicas=server.num_replicas))
         else:
             with progress.step(f"Joining the Ray cluster at {plan.address}"):
                 stack.enter_context(joined_cluster(plan.address))
@@ -155,7 +155,8 @@ def _deploy(plan: _Plan, progress: Progress) -> str:
     with progress.step("Starting Ray Serve"):
         spec = EngineSpec.of(plan.config)
         supervisor_of(plan.app).attach.remote("palimpsest serve", spec)
-        host, port = start_serve(server.host, server.port, is_own=plan.address is None)
+        is_direct = plan.address is None and server.num_replicas == 1
+        host, port = start_serve(server.host, server.port, is_direct=is_direct)
         serve.run(application(plan.config, spec), name=plan.app, route_prefix=plan.route_prefix)
     host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     host = f"[{host}]" if ":" in host else host

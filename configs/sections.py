@@ -173,8 +173,9 @@ class ServerConfig(Section):
     max_queue_seconds: float = Field(600, gt=0)
     """How long a request may wait for its first step; then it is answered with 503."""
     num_replicas: int = Field(1, ge=1, le=64)
-    """Processes that take requests, tokenize and write the streams. One is enough for some
-    hundred streams."""
+    """Processes that take requests, tokenize and write the streams. With `palimpsest serve` on a
+    cluster of its own one listens itself, which is three times as cheap as several behind Serve's
+    proxy; so more than one only helps where one does not keep up."""
     metrics_compat: MetricsCompat = "none"
     """`vllm`: `/metrics` also has the names that dashboards made for vLLM look for."""
     step_deadline_seconds: float = Field(30, gt=0)

@@ -404,6 +404,8 @@ class TokenBatch(Message, frozen=True):
 class EngineState(StrEnum):
     STARTING = "starting"
     READY = "ready"
+    RECOVERING = "recovering"
+    """A part of it died and is being replaced. Requests wait meanwhile."""
     DRAINING = "draining"
     """What was accepted goes on, nothing new is taken."""
     FAILED = "failed"
@@ -437,6 +439,10 @@ class EngineInfo(Message, frozen=True):
     def is_ready(self) -> bool:
         return self.state is EngineState.READY
 
+    @property
+    def takes_requests(self) -> bool:
+        return self.state in (EngineState.READY, EngineState.RECOVERING)
+
 
 class PollAnswer(Message, frozen=True):
     """Answer to a poll of one ingress replica.
@@ -449,6 +455,9 @@ class PollAnswer(Message, frozen=True):
     number: int
     batches: tuple[TokenBatch, ...]
     info: EngineInfo
+    is_new: bool = False
+    """This scheduler does not know the replica: it is to `resume` what it has, and to poll from
+    batch 0 then."""
 
 
 # ---------------------------------------------------------------------------------------
@@ -495,6 +504,7 @@ class Gauges(Message, frozen=True):
     wanted_blocks: int
     """The pool, with the null block, that would have avoided the preemptions of the last five
     minutes; 0: there were none."""
+    epoch: int
 
 
 class TallyAnswer(Message, frozen=True):

@@ -53,6 +53,7 @@ def _interruptions(accounting: Accounting) -> dict[str, dict[str, int]]:
             ("preempted_tokens_dropped_total", totals.dropped_tokens),
             ("resume_cache_queries_total", totals.resume_queries_tokens),
             ("resume_cache_hits_total", totals.resume_hits_tokens),
+            ("requests_resumed_total", totals.resumed_requests),
         ):
             counters.setdefault(name, {})[cause] = value
     return {name: {str(c): n for c, n in by_cause.items()} for name, by_cause in counters.items()}
@@ -68,6 +69,7 @@ def gauges_of(core: SchedulerCore, now: float) -> Gauges:
         evictable_blocks=pool.num_evictable,
         scratch_blocks=pool.num_scratch,
         wanted_blocks=core.accounting.demand.num_blocks(now),
+        epoch=core.group.epoch,
     )
 
 

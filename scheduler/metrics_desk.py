@@ -10,6 +10,8 @@ from scheduler.metrics import counts_of, gauges_of
 from scheduler.step_loop import StepLoop
 from scheduler.tally import EMPTY, merged, retire
 
+ENGINE_PREFIX = "engine-"
+"""Of the sources that are engines: they report at every fault, which may be in a year."""
 _MAX_SOURCES = 64
 """More than that, and those that are long gone become one."""
 _GONE_SECONDS = 600.0
@@ -59,7 +61,7 @@ class MetricsDesk:
         grow for ever. Nothing is lost of the sum."""
         missed = self._missed_since_seconds
         for name in self._tally.sources:
-            if name == self._name or name in clients:
+            if name == self._name or name in clients or name.startswith(ENGINE_PREFIX):
                 missed.pop(name, None)
             else:
                 missed.setdefault(name, now)

@@ -239,7 +239,8 @@ def test_a_redeploy_cuts_no_stream(apps: tuple[App, App]) -> None:
 
 
 def test_what_clients_send_and_get_is_in_no_log(port: int, model: Path) -> None:
-    """Through success, a mistake, a client that leaves, preemption, and the death of a worker."""
+    """Through success, a mistake, a client that leaves, preemption, and the deaths of a worker
+    and of the scheduler."""
     overrides = (f"model.model={model}", "cache.num_blocks=13", "cache.block_size=8")
     with deployed("canary", port, *overrides) as app:
         body = {
@@ -264,9 +265,10 @@ def test_what_clients_send_and_get_is_in_no_log(port: int, model: Path) -> None:
             with client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as stream:
                 lines = stream.iter_lines()
                 next(lines)
-                for pid in app.worker_pids():
+                for pid in (*app.worker_pids(), app.scheduler_pid()):
                     os.kill(pid, signal.SIGKILL)
-                assert Stream().read(["", *lines]).error is not None
+                    time.sleep(0.5)
+                assert Stream().read(["", *lines]).finishes
     secrets = (CANARY.encode(), said.encode())
     for path in session_logs():
         content = path.read_bytes()

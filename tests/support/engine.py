@@ -186,6 +186,12 @@ class LocalCalls:
             await self._actor.submit(encode(SubmitRequests(tuple(messages))))
         )
 
+    async def resume(
+        self, client_id: str, messages: Sequence[SubmitRequest]
+    ) -> Admission | Unavailable:
+        data = encode(SubmitRequests(tuple(messages)))
+        return decode_submit_answer(await self._actor.resume(client_id, data))
+
     async def end(self, message: EndRequest) -> None:
         await self._actor.end(encode(message))
 

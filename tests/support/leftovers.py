@@ -1,5 +1,6 @@
 """What a test may not leave behind: processes, shared memory, sockets."""
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,33 @@ def assert_nothing_left(before: Leftovers) -> None:
     while left := Leftovers.now().new_since(before):
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.1)
+
+
+def processes_of_run(marker: str) -> list[str]:
+    """All other processes that have `marker` in their environment, as `pid command`.
+
+    Without helpers of Python's own that this process has started, and that end with it.
+    """
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid == os.getpid() or marker not in process.environ().values():
+                continue
+            command = " ".join(process.cmdline())
+            is_helper = process.ppid() == os.getpid() and "multiprocessing" in command
+        except psutil.Error:
+            continue  # it has just ended, or is a zombie
+        if not is_helper:
+            found.append(f"{process.pid} {command[:200]}")
+    return found
+
+
+def wait_for_run_to_end(marker: str) -> list[str]:
+    """What of it is still there after a while."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (left := processes_of_run(marker)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
 
 
 def _name_of(process: psutil.Process) -> str:

@@ -19,6 +19,7 @@ from cluster.app import application
 from cluster.engine_spec import EngineSpec
 from cluster.probe import Probe
 from cluster.supervisor import existing_supervisors
+from cluster.supervisor_view import AppStatus
 from configs import Config, load
 from tests.support.engines import status_of, stop
 from tests.support.events import Stream
@@ -72,13 +73,21 @@ class App:
             time.sleep(0.05)
         assert not left, f"still there after {timeout_seconds} s: {left}"
 
+    def status(self) -> AppStatus:
+        return asyncio.run(status_of(self.name))
+
     def counters(self) -> Any:
-        status = asyncio.run(status_of(self.name))
-        assert status.scheduler is not None
-        return status.scheduler.counters
+        scheduler = self.status().scheduler
+        assert scheduler is not None
+        return scheduler.counters
 
     def worker_pids(self) -> list[int]:
-        return [place.process_id for place in asyncio.run(status_of(self.name)).places]
+        return [place.process_id for place in self.status().places]
+
+    def scheduler_pid(self) -> int:
+        place = self.status().scheduler_place
+        assert place is not None
+        return place.process_id
 
     def _left(self) -> dict[str, int]:
         counters = self.counters()
@@ -87,10 +96,13 @@ class App:
 
 
 @contextlib.contextmanager
-def deployed(name: str, port: int, *overrides: str) -> Iterator[App]:
-    """An application at `/name`; Serve must listen on `port`. Its engine ends with it."""
+def deployed(name: str, port: int, *overrides: str, loader: str | None = None) -> Iterator[App]:
+    """An application at `/name`; Serve must listen on `port`. Its engine ends with it.
+
+    `loader` is that of the workers, if not the usual one.
+    """
     config = load(overrides=overrides, environ={}).config
-    spec = EngineSpec.of(config)
+    spec = EngineSpec.of(config, loader=loader) if loader else EngineSpec.of(config)
     app = App(name, f"http://{HOST}:{port}/{name}", config, spec)
     try:
         serve.run(application(config, spec), name=name, route_prefix=f"/{name}")

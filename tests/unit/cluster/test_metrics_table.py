@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from cluster.fault_counts import FaultCounts
 from cluster.metrics import gauge_values
 from cluster.metrics_counts import ReplicaCounts
 from cluster.metrics_reference import markdown
@@ -22,7 +23,10 @@ def everything_counted() -> Counts:
     steps = {part: Histogram.of_step_seconds() for part in ("plan", "execute", "apply")}
     scheduler = with_counts(EMPTY, "scheduler", counts_of(accounting, steps, 1))
     replica = with_counts(EMPTY, "replica", ReplicaCounts().copy())
-    return total(merged(scheduler, replica))
+    counts = FaultCounts()
+    counts.restarted(["scheduler", "worker 3"])
+    counts.recovered(2.5)
+    return total(merged(merged(scheduler, replica), counts.report()))
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -38,12 +42,12 @@ def test_every_metric_of_the_table_is_counted_and_none_besides() -> None:
     }
     assert set(counts.counters) == of_kind["counter"]
     assert set(counts.histograms) == of_kind["histogram"]
-    gauges = gauge_values(Gauges(1, 2, 3, 4, 5, 6, 7))
+    gauges = gauge_values(Gauges(1, 2, 3, 4, 5, 6, 7, 8))
     assert set(gauges) == {metric.name for metric in METRICS if metric.kind == "gauge"}
 
 
 def test_labels_and_buckets_are_those_of_the_table() -> None:
-    counts, gauges = everything_counted(), gauge_values(Gauges(1, 2, 3, 4, 5, 6, 7))
+    counts, gauges = everything_counted(), gauge_values(Gauges(1, 2, 3, 4, 5, 6, 7, 8))
     for metric in METRICS:
         found = (
             counts.counters.get(metric.name)
@@ -61,3 +65,9 @@ def test_names_follow_the_rules() -> None:
         assert bool(metric.bounds) == (metric.kind == "histogram"), metric.name
     names = [metric.name for metric in METRICS]
     assert len(set(names)) == len(names)
+
+
+def test_faults_are_counted_by_their_engine() -> None:
+    counts = everything_counted()
+    assert counts.counters["worker_restarts_total"] == {"": 1}
+    assert counts.histograms["recovery_seconds"][""].sum == 2.5

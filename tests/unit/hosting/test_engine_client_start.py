@@ -25,6 +25,9 @@ class Calls:
     async def submit(self, messages: Sequence[SubmitRequest]) -> SubmitAnswer:
         raise AssertionError
 
+    async def resume(self, client_id: str, messages: Sequence[SubmitRequest]) -> SubmitAnswer:
+        raise AssertionError
+
     async def end(self, message: EndRequest) -> None:
         raise AssertionError
 

@@ -104,7 +104,7 @@ COUNTS = Counts(
     histograms={"request_preemptions": {"": HistogramCounts((3, 0, 1), 7.5)}},
 )
 TALLY = Tally({"ingress-1": COUNTS}, Counts(0, {}, {}), ("ingress-0",))
-GAUGES = Gauges(1, 2, 3, 4, 5, 6, 7)
+GAUGES = Gauges(1, 2, 3, 4, 5, 6, 7, 8)
 EXAMPLES: tuple[Message, ...] = (
     SAMPLING,
     SEQ,
@@ -134,7 +134,7 @@ EXAMPLES: tuple[Message, ...] = (
     DELTA,
     TokenBatch(2, (DELTA,)),
     INFO,
-    PollAnswer(4, (TokenBatch(2, (DELTA,)),), INFO),
+    PollAnswer(4, (TokenBatch(2, (DELTA,)),), INFO, is_new=True),
     COUNTS.histograms["request_preemptions"][""],
     COUNTS,
     TALLY,
