@@ -63,8 +63,8 @@ def application(
 ) -> Application:
     """The application for `config`, over the engine that was made from it.
 
-    `waits_for_engine`: a replica takes part only once the engine has been ready, so that Serve
-    reports the application as running when it can answer.
+    `waits_for_engine`: on a new cluster a replica takes part once the engine is ready, so that
+    Serve reports the application as running when it can answer.
     """
     server = config.server
     spec = IngressSpec(
@@ -75,8 +75,8 @@ def application(
             metrics_compat=server.metrics_compat,
         ),
         max_queue_seconds=server.max_queue_seconds,
-        waits_for_engine=waits_for_engine,
         max_recovery_seconds=server.max_recovery_seconds,
+        waits_for_engine=waits_for_engine,
     )
     deployment = Ingress.options(
         num_replicas=server.num_replicas,

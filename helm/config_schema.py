@@ -4,7 +4,9 @@ from typing import Any
 
 from configs.settings import Setting, all_settings, sections
 
-DECIDED = frozenset({"server.host", "server.port", "server.allow_no_auth", "parallel.device"})
+DECIDED = frozenset(
+    {"server.host", "server.port", "server.allow_no_auth", "server.num_replicas", "parallel.device"}
+)
 """What the chart sets itself; keys are left out too, as they never stand in plain values."""
 
 # Helm reads numbers as floats, which are whole up to here.

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from configs import load
+from cluster.app import config_of
+from configs import ConfigError, load
 from helm.generate import CHART, FOLDER, contents
 from tests.support import chart_checks, chart_surroundings, kubernetes_tools
 from tests.support.chart import CASES, Check, RefusedError, Rendered, run_helm, values_file
@@ -85,6 +86,24 @@ def test_kuberay_knows_every_field(rendered: Render, case: str, definition: dict
     assert problems(definition, rendered(case).only("RayService")) == []
 
 
+@pytest.mark.parametrize(
+    "sets",
+    [
+        "ray.gcsFaultTolerance.backend=rocksdb,ray.gcsFaultTolerance.rocksdb.storageClassName=fast",
+        "auth.ray.mode=disabled",
+        "upgrade.strategy=None,upgrade.startTimeout=",
+        "http.replicas=3,workers.spreadOver=",
+        "podDisruptionBudgets.maxUnavailable.workers=50%",
+        "serviceAccount.create=false",
+    ],
+)
+def test_kuberay_knows_the_fields_of_other_choices(
+    helm: Path, sets: str, definition: dict[str, Any]
+) -> None:
+    chart = Rendered.of(helm, None, sets=[sets])
+    assert problems(definition, chart.only("RayService")) == []
+
+
 def test_kuberay_would_refuse(rendered: Render, definition: dict[str, Any]) -> None:
     service = json.loads(json.dumps(rendered("cpu-demo").only("RayService")))
     service["spec"]["upgradeStrateggy"] = {}
@@ -148,6 +167,14 @@ def test_wrong_values_are_refused_in_words(helm: Path, sets: str, words: str) ->
 
 def test_subcharts_may_have_globals(helm: Path) -> None:
     Rendered.of(helm, None, sets=["global.anything=1"])
+
+
+def test_without_its_keys_it_does_not_serve(rendered: Render) -> None:
+    """A secret that is missing an entry must not open the service."""
+    args = rendered("one-gpu").serve["applications"][0]["args"]
+    with pytest.raises(ConfigError, match="there is no API key"):
+        config_of(args, {})
+    assert config_of(args, {"PALIMPSEST_API_KEYS": "k"}).server.host == "0.0.0.0"
 
 
 def test_a_key_is_generated(helm: Path) -> None:

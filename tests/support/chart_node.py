@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import psutil
 import yaml
 
@@ -24,8 +25,12 @@ from tests.support.chart import Rendered, environment, ray_container
 from tests.support.serving import HOST, free_port
 
 _BIN = Path(sys.executable).parent
-_START_SECONDS, _DEPLOY_SECONDS, _STOP_SECONDS = 60.0, 180.0, 30.0
-_HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}
+_START_SECONDS, _DEPLOY_SECONDS, _STOP_SECONDS, _PATIENCE_SECONDS = 60.0, 180.0, 30.0, 5.0
+_PROXY_PORTS = {
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
+    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
+    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
+}
 _SERVE_PORT, _CONTROL_STORE_PORT, _DASHBOARD_PORT = 8000, 6379, 8265
 
 
@@ -97,22 +102,41 @@ def chart_node(chart: Rendered) -> Iterator[ChartNode]:
     command += [f"--{name}={value}" for name, value in parameters.items()]
     with (folder / "ray-start.log").open("wb") as log:
         process = subprocess.Popen(
-            [str(part) for part in command], env=variables, stdout=log, stderr=log
+            [*_read_only_root(), *map(str, command)], env=variables, stdout=log, stderr=log
         )
     node = ChartNode(chart, ports, process, variables, folder)
-    children: list[psutil.Process] = []
     try:
         _wait_for_dashboard(node)
         yield node
-        children = psutil.Process(process.pid).children(recursive=True)
     finally:
+        children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
-        process.wait(_STOP_SECONDS)
-        _, alive = psutil.wait_procs(children, timeout=_STOP_SECONDS)
-        for child in alive:
-            child.kill()
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            process.wait(_STOP_SECONDS)
+        finally:
+            _, alive = psutil.wait_procs(children, timeout=_PATIENCE_SECONDS)
+            for left in (process, *alive):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    left.kill()
+            shutil.rmtree(folder, ignore_errors=True)
     assert not alive, f"left behind: {alive}"
+
+
+def _read_only_root() -> list[str]:
+    """What to put before a command so that it can write where a pod can and nowhere else: to
+    shared memory, temporary files, and the cache, which stands for the volume of models. Nothing
+    where this user may not change mounts."""
+    cache = platformdirs.user_cache_path("palimpsest", ensure_exists=True)
+    script = (
+        f"mount --bind {tempfile.gettempdir()} {tempfile.gettempdir()}"
+        f" && mount --bind {cache} {cache}"
+        ' && mount -o remount,ro,bind / && exec "$@"'
+    )
+    prefix = ["unshare", "--mount", "--propagation", "private", "bash", "-c", script, "bash"]
+    if shutil.which(prefix[0]) is None:
+        return []
+    trial = subprocess.run([*prefix, "true"], capture_output=True, check=False)
+    return [] if trial.returncode else prefix
 
 
 def _parameters(chart: Rendered) -> tuple[dict[str, str], dict[int, int]]:
@@ -122,7 +146,7 @@ def _parameters(chart: Rendered) -> tuple[dict[str, str], dict[int, int]]:
     parameters["port"] = str(_CONTROL_STORE_PORT)
     parameters["dashboard-host"] = HOST
     ports = {port: free_port() for port in (_SERVE_PORT, _DASHBOARD_PORT)}
-    ports |= {port: free_port() for port in _HAPROXY_PORTS.values()}
+    ports |= {port: free_port() for port in _PROXY_PORTS.values()}
     for name, value in parameters.items():
         if name.endswith("port") and "worker" not in name:
             parameters[name] = str(ports.setdefault(int(value), free_port()))
@@ -133,7 +157,9 @@ def _parameters(chart: Rendered) -> tuple[dict[str, str], dict[int, int]]:
 
 def _variables(chart: Rendered, folder: Path, ports: dict[int, int]) -> dict[str, str]:
     """The user's environment, and over it that of the pods."""
-    mine = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    mine = {
+        name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "XDG_"))
+    }
     theirs = {
         name: value
         for group in chart.groups
@@ -141,7 +167,7 @@ def _variables(chart: Rendered, folder: Path, ports: dict[int, int]) -> dict[str
         if name.startswith("RAY_") or name == "MALLOC_ARENA_MAX"
     }
     # What is once in a pod is several times on a machine.
-    own = {variable: str(ports[port]) for variable, port in _HAPROXY_PORTS.items()}
+    own = {variable: str(ports[port]) for variable, port in _PROXY_PORTS.items()}
     for variable, name in {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": "admin.sock",
@@ -152,6 +178,12 @@ def _variables(chart: Rendered, folder: Path, ports: dict[int, int]) -> dict[str
         own[variable] = str(folder / name)
     # What `authOptions` of the RayCluster makes KubeRay set.
     own |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    # There is no other node to go to.
+    own["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
+    home = folder / "home"
+    (home / ".cache").mkdir(parents=True)
+    (home / ".cache" / "palimpsest").symlink_to(platformdirs.user_cache_path("palimpsest"))
+    own["HOME"] = str(home)
     own |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return mine | theirs | own
 

@@ -179,6 +179,8 @@ def the_network_policy_has_the_ports_that_are_used(chart: Rendered) -> None:
                 constants.RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT,
             ),
         ]
+        fallback = constants.RAY_SERVE_FALLBACK_PROXY_HTTP_PORT
+        used.append(range(fallback, fallback + 1))
         for group in chart.groups:
             spec = group["template"]["spec"]
             (sysctl,) = spec["securityContext"]["sysctls"]

@@ -64,7 +64,7 @@ def wait_for_run_to_end() -> list[str]:
 
 
 def _others_of_run() -> list[str]:
-    """Without this process, and helpers of Python's own that it has started and that end with it."""
+    """Without this process, and helpers of Python itself that end with it."""
     found = []
     for process in _processes_with(RUN_VARIABLE, os.environ[RUN_VARIABLE]):
         try:

@@ -47,9 +47,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{/* The settings as Palimpsest reads them: those of `config`, and those that Kubernetes decides. */}}
 {{- define "palimpsest.config" -}}
 {{- $device := ternary "cuda" "cpu" (gt (int .Values.workers.gpusPerNode) 0) -}}
-{{- $server := dict "host" "0.0.0.0" "port" 8000 "allow_no_auth" .Values.auth.allowAnonymous -}}
+{{- $pods := mul (include "palimpsest.groups" . | int) (include "palimpsest.shape" . | fromYaml).pods -}}
+{{- $server := dict "host" "0.0.0.0" "port" 8000 "allow_no_auth" .Values.auth.allowAnonymous "num_replicas" (default $pods .Values.http.replicas) -}}
 {{- $decided := dict "parallel" (dict "device" $device) "server" $server -}}
 {{- mergeOverwrite (deepCopy .Values.config) $decided | toYaml -}}
+{{- end -}}
+
+{{- define "palimpsest.groups" -}}
+{{- ternary .Values.autoscaling.minGroups 1 .Values.autoscaling.enabled -}}
 {{- end -}}
 
 {{/* Pods of one group of TP x PP ranks, and GPUs of each: TP inside a pod, stages over pods. */}}

@@ -30,8 +30,13 @@
 {{- define "palimpsest.rayEnv" -}}
 - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
 - {name: RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD, value: "0"}
+# A dead proxy is missed after seconds instead of half a minute.
+- {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "1"}
+- {name: RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, value: "1.5"}
 # What still streams when HAProxy is told of other replicas.
 - {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ include "palimpsest.drainSeconds" . | quote }}}
+# At its end a pod is taken out of Serve's sight, after its streams (see preStop).
+- {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: "10"}
 {{- with .Values.ray.healthCheck }}
 - {name: RAY_health_check_initial_delay_ms, value: {{ mul 1000 (int .periodSeconds) | quote }}}
 - {name: RAY_health_check_period_ms, value: {{ mul 1000 (int .periodSeconds) | quote }}}

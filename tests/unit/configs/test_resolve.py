@@ -11,6 +11,7 @@ from configs import (
     ParallelConfig,
     SchedulerConfig,
     ServerConfig,
+    check,
     resolve,
 )
 
@@ -126,6 +127,15 @@ class TestChunkedPrefillOff:
         resolve(self.config(4096, None), "cuda")
         with pytest.raises(ConfigError, match="is 512, but"):
             resolve(self.config(4096, None), "cpu")
+
+    def test_one_device_that_can_is_enough(self) -> None:
+        config = self.config(4096, None)
+        check(config)
+        check(config.model_copy(update={"parallel": ParallelConfig(device="cuda")}))
+        with pytest.raises(ConfigError, match="is 512, but"):
+            check(config.model_copy(update={"parallel": ParallelConfig(device="cpu")}))
+        with pytest.raises(ConfigError, match="is 512, but"):
+            check(self.config(10_000, None))
 
     def test_the_length_of_the_model_counts_once_it_is_known(self) -> None:
         resolve(self.config(None, 1000), "cpu")
