@@ -18,19 +18,11 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from tests.support.asking import ask, ask_all, with_client
 from tests.support.events import Stream
 from tests.support.references import stories_directory
-from tests.support.serving import (
-    App,
-    ask,
-    ask_all,
-    deployed,
-    free_port,
-    ready_to_serve,
-    serve_on,
-    session_logs,
-    with_client,
-)
+from tests.support.served_model import ready_to_serve
+from tests.support.serving import App, deployed, free_port, serve_on, session_logs
 
 # Starting two engines may take longer than any of the tests.
 pytestmark = pytest.mark.timeout(func_only=True)

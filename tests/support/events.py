@@ -67,7 +67,6 @@ class Stream:
             is_first = index not in self.texts
             assert choice["delta"].get("role") == ("assistant" if is_first else None)
             assert is_first or text or choice["finish_reason"], "a chunk without anything"
-        assert "\ufffd" not in text
         self.texts[index] = self.texts.get(index, "") + text
         if index == 0 and text:
             self.pieces.append(text)

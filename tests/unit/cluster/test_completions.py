@@ -38,7 +38,9 @@ def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> Stream:
     with http.stream("POST", path, json=body) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/event-stream")
-        return Stream().read(answer.iter_lines())
+        stream = Stream().read(answer.iter_lines())
+    assert not any("\ufffd" in text for text in stream.texts.values()), "half a character"
+    return stream
 
 
 def texts_of(answer: dict[str, Any]) -> dict[int, str]:
@@ -101,7 +103,7 @@ def test_the_parts_of_an_answer(http: httpx.Client, server: HttpServer) -> None:
 
 
 def test_characters_of_several_tokens_come_whole(http: httpx.Client, path: str) -> None:
-    """CASES 24; `Stream` refuses half characters."""
+    """CASES 24; `streamed` refuses half characters."""
     answer, stream = both(http, path, body_of(path, EMOJI))
     assert texts_of(answer) == {0: EMOJI}
     assert "😀" in stream.pieces
