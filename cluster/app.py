@@ -12,7 +12,7 @@ from ray.serve import Application
 
 from cluster.asgi import KeyDigests
 from cluster.engine_spec import EngineSpec
-from cluster.http_app import HttpSettings
+from cluster.http_settings import HttpSettings
 from cluster.ingress import Ingress, IngressSpec
 from configs import Config, ConfigError, load
 from configs.settings import all_settings, sections

@@ -59,6 +59,11 @@ class EngineCalls(Protocol):
         """The batch after `last_batch`, or after a few seconds an answer without one."""
         ...
 
+    async def abort(self, ids: Sequence[str]) -> int:
+        """End all requests, of whatever replica, whose answer or whose client's own id is among
+        `ids`; how many that were."""
+        ...
+
     async def reset_prefix_cache(self) -> None:
         """Forget all cached content. Raises EngineBusyError while requests hold blocks."""
         ...
@@ -205,6 +210,16 @@ class EngineClient:
         # A lost scheduler has ended it already, in its own way.
         with contextlib.suppress(EngineLostError):
             await self._calls.end(message)
+
+    async def abort(self, ids: Sequence[str]) -> int:
+        """End requests of any replica, by the ids of their answers or their clients' own ids.
+
+        Their streams get a terminal delta. Returns how many sequences that were.
+        """
+        try:
+            return await self._calls.abort(ids)
+        except EngineLostError as error:
+            raise EngineUnavailableError(str(error)) from error
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached content. Raises EngineBusyError while requests hold blocks."""

@@ -9,6 +9,8 @@ import httpx
 
 from tests.support.events import Stream
 
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
 
 @dataclass(slots=True)
 class Answered:
@@ -76,3 +78,43 @@ def with_client(
             return await work(client)
 
     return asyncio.run(run())
+
+
+# -- one at a time, for tests that look at everything ----------------------------------------
+
+
+def body_of(path: str, text: str, **fields: Any) -> dict[str, Any]:
+    """A greedy request. A parrot answers it with `text`."""
+    fields = {"temperature": 0, "max_tokens": 200, **fields}
+    if path == CHAT:
+        return {"messages": [{"role": "user", "content": text}], **fields}
+    return {"prompt": text, **fields}
+
+
+def whole(http: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    content: dict[str, Any] = answer.json()
+    return content
+
+
+def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> Stream:
+    body = {"stream_options": {"include_usage": True}, **body, "stream": True}
+    with http.stream("POST", path, json=body) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        return Stream().read(answer.iter_lines())
+
+
+def texts_of(answer: dict[str, Any]) -> dict[int, str]:
+    return {
+        choice["index"]: choice["text"] if "text" in choice else choice["message"]["content"]
+        for choice in answer["choices"]
+    }
+
+
+def both(http: httpx.Client, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], Stream]:
+    """The whole answer and the stream, after checking that they say the same."""
+    answer, stream = whole(http, path, body), streamed(http, path, body)
+    stream.assert_same_as(answer)
+    return answer, stream

@@ -14,6 +14,7 @@ from configs import Config, ResolvedConfig, resolve
 from scheduler.actor import GroupSize, SchedulerActor
 from scheduler.errors import CacheInUseError
 from scheduler.messages import (
+    AbortRequests,
     Admission,
     EndRequest,
     PollAnswer,
@@ -43,6 +44,9 @@ class LocalCalls:
 
     async def poll(self, client_id: str, last_batch: int) -> PollAnswer:
         return decode(await self._actor.poll(client_id, last_batch), PollAnswer)
+
+    async def abort(self, ids: Sequence[str]) -> int:
+        return await self._actor.abort(encode(AbortRequests(tuple(ids))))
 
     async def reset_prefix_cache(self) -> None:
         try:

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 
 from cluster.chat_template import ChatTemplate
 from cluster.frontend import Frontend
-from cluster.http_app import HttpSettings, build_http_app
+from cluster.http_app import build_http_app
+from cluster.http_settings import HttpSettings
 from cluster.sampling import SamplingDefaults, SeedSource
 from cluster.text import TextCodec
 from configs import Config

@@ -50,9 +50,9 @@ def model_server(
         vocab_size=report.vocab_size,
         defaults=SamplingDefaults.read(directory),
     )
-    sizes = {"num_blocks": report.num_blocks, "max_model_len": report.max_model_len}
+    options |= {"num_blocks": report.num_blocks, "max_model_len": report.max_model_len}
     try:
-        with http_server(config, model, **sizes, **options) as server:
+        with http_server(config, model, **options) as server:
             yield server
     finally:
         rank.leave()

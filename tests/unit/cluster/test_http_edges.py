@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from cluster.asgi import KeyDigests
-from cluster.http_app import HttpSettings
+from cluster.http_settings import HttpSettings
 from configs import Config, SchedulerConfig
 from tests.support.events import Stream
 from tests.support.http_server import MODEL, HttpServer, http_server, parrot

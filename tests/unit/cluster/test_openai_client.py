@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from cluster.asgi import KeyDigests
-from cluster.http_app import HttpSettings
+from cluster.http_settings import HttpSettings
 from configs import Config, SchedulerConfig
 from tests.support.http_server import MODEL, HttpServer, http_server, parrot
 from tests.support.parrot import Parrot
@@ -24,12 +24,12 @@ class Requests:
 
     num_sent: int = 0
 
-    def count(self, request: httpx.Request) -> None:
+    def count(self, request: object) -> None:
         self.num_sent += 1
 
 
 def client_of(server: HttpServer, requests: Requests, *, max_retries: int) -> OpenAI:
-    transport = httpx.Client(event_hooks={"request": [requests.count]})
+    transport = openai.DefaultHttpxClient(event_hooks={"request": [requests.count]})
     return OpenAI(
         base_url=f"{server.url}/v1",
         api_key="none",

@@ -16,6 +16,7 @@ from cluster.errors import EngineLostError, EngineUnavailableError
 from configs import load, resolve
 from scheduler.actor import GroupSize, SchedulerActor
 from scheduler.messages import (
+    AbortRequests,
     Accepted,
     EndReason,
     EndRequest,
@@ -72,6 +73,9 @@ class Calls:
                 continue
             self._check()
             return decode(data, PollAnswer)
+
+    async def abort(self, ids: Sequence[str]) -> int:
+        return await self.actor.abort(encode(AbortRequests(tuple(ids))))
 
     async def reset_prefix_cache(self) -> None:
         await self.actor.reset_prefix_cache()
