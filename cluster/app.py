@@ -4,10 +4,11 @@ serve run cluster.app:build_app model=smollm2-135m cache.num_blocks=4096
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import SecretStr
 from ray.serve import Application
 
 from cluster.asgi import KeyDigests
@@ -48,7 +49,11 @@ def application(config: Config, engine: EngineSpec) -> Application:
         engine=engine,
         model=config.model,
         http=HttpSettings(
-            api_keys=KeyDigests.of(key.get_secret_value() for key in server.api_keys)
+            api_keys=_digests(server.api_keys),
+            admin_key=_digests([server.admin_key] if server.admin_key else []),
+            allowed_origins=server.allowed_origins,
+            max_waiting_requests=config.scheduler.max_waiting_requests,
+            max_waiting_tokens=config.scheduler.max_waiting_tokens,
         ),
         max_queue_seconds=server.max_queue_seconds,
     )
@@ -61,6 +66,10 @@ def application(config: Config, engine: EngineSpec) -> Application:
         logging_config={"enable_access_log": False},
     )
     return deployment.bind(spec)
+
+
+def _digests(keys: Sequence[SecretStr]) -> KeyDigests:
+    return KeyDigests.of(key.get_secret_value() for key in keys)
 
 
 def _overrides(args: Mapping[str, Any]) -> Iterator[str]:
