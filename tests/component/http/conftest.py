@@ -16,9 +16,18 @@ from tests.support.served_model import model_server, ready_to_serve
 TightServer: TypeAlias = Callable[..., AbstractContextManager[HttpServer]]
 
 
+# With something for each of the fields that a template can see.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}{{ ending }}"
+    "{% if add_generation_prompt %} Then{% endif %}"
+)
+
+
 @pytest.fixture(scope="session")
 def model(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ready_to_serve(stories, tmp_path_factory.mktemp("served"))
+    directory = ready_to_serve(stories, tmp_path_factory.mktemp("served"))
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return directory
 
 
 @pytest.fixture(scope="session")
