@@ -30,13 +30,17 @@ def generation_routes(frontend: Frontend, settings: HttpSettings) -> APIRouter:
     share = QueueShare(settings.max_waiting_requests // 2, settings.max_waiting_tokens // 2)
     endpoints = _Endpoints(frontend, settings, share)
     router = APIRouter(tags=["generation"])
+    content: dict[str, Any] = {"application/json": {}, "text/event-stream": {}}
+    answers: dict[int | str, dict[str, Any]] = {
+        200: {"content": content, "description": "The answer, in chunks with stream: true."}
+    }
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", responses=answers)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a text."""
         return await endpoints.answer("completions", body, request)
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", responses=answers)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer the last message of a conversation."""
         return await endpoints.answer("chat", body, request)

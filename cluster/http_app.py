@@ -38,7 +38,8 @@ def build_http_app(frontend: Frontend, settings: HttpSettings) -> ASGIApp:
     responses: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorBody, "description": text} for status, text in _ERRORS.items()
     }
-    # FastAPI documents its own 422, which is a 400 here.
+    # With a default FastAPI leaves its own 422 out, which is a 400 here.
+    responses["default"] = {"model": ErrorBody, "description": "Any other error."}
     app = FastAPI(title="Palimpsest", version=version("palimpsest"), responses=responses)
     _add_error_handlers(app)
     app.include_router(generation_routes(frontend, settings))

@@ -94,3 +94,14 @@ def test_load() -> None:
         assert load["waiting_tokens"] == 2
         assert load["capacity_tokens"] == 1024 * 16
         server.wait_idle()
+
+
+def test_the_description_tells_of_the_errors_that_there_are(http: httpx.Client) -> None:
+    described = http.get("/openapi.json").json()
+    for path in (COMPLETIONS, "/tokenize"):
+        responses = described["paths"][path]["post"]["responses"]
+        assert {"200", "400", "404", "429", "503"} <= responses.keys()
+        assert "422" not in responses
+        content = responses["400"]["content"]["application/json"]["schema"]
+        assert content == {"$ref": "#/components/schemas/ErrorBody"}
+    assert "/abort" not in described["paths"]  # without an admin key
