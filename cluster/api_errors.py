@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
 MAX_MESSAGE_CHARACTERS = 1000
 _MAX_SHOWN_CHARACTERS = 40
 
@@ -105,6 +107,24 @@ _WRONG_TYPE = {
     "model_type": "an object",
     "string_type": "a text",
 }
+
+
+def our_fault() -> InternalError:
+    """For what nobody foresaw."""
+    return InternalError("The server made a mistake; its log tells more.")
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The form of every error."""
+
+    error: ErrorDetail
 
 
 def from_validation(details: Sequence[Mapping[str, Any]]) -> InvalidRequestError:

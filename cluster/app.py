@@ -9,15 +9,16 @@ defaults, for `serve build`, which gives no arguments.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import SecretStr
 from ray.serve import Application
 
 from cluster.asgi import KeyDigests
 from cluster.engine_spec import EngineSpec
-from cluster.http_app import HttpSettings
+from cluster.http_settings import HttpSettings
 from cluster.ingress import Ingress, IngressSpec
 from configs import Config, ConfigError, check, load
 from configs.settings import all_settings, sections
@@ -71,7 +72,11 @@ def application(
         engine=engine,
         model=config.model,
         http=HttpSettings(
-            api_keys=KeyDigests.of(key.get_secret_value() for key in server.api_keys),
+            api_keys=_digests(server.api_keys),
+            admin_key=_digests([server.admin_key] if server.admin_key else []),
+            allowed_origins=server.allowed_origins,
+            max_waiting_requests=config.scheduler.max_waiting_requests,
+            max_waiting_tokens=config.scheduler.max_waiting_tokens,
             metrics_compat=server.metrics_compat,
         ),
         max_queue_seconds=server.max_queue_seconds,
@@ -90,6 +95,10 @@ def application(
         logging_config={"enable_access_log": False},
     )
     return deployment.bind(spec)
+
+
+def _digests(keys: Sequence[SecretStr]) -> KeyDigests:
+    return KeyDigests.of(key.get_secret_value() for key in keys)
 
 
 def _overrides(args: Mapping[str, Any]) -> Iterator[str]:

@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 import uuid
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Collection, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.api_errors import ApiError, AuthenticationError, BodyTooLargeError, InternalError
+from cluster.api_errors import ApiError, AuthenticationError, BodyTooLargeError, our_fault
 
 logger = logging.getLogger(__name__)
 
@@ -54,21 +54,52 @@ def _digest(salt: bytes, key: str) -> bytes:
 
 class Guard:
     """Wraps the application. Whatever happens inside, the answer has a request id and errors
-    have a body. `scope["api_key"]` is the number of the client's key, or None."""
+    have a body. `scope["request_id"]` is the id."""
 
-    def __init__(self, app: ASGIApp, api_keys: KeyDigests, *, sends_request_id: bool) -> None:
-        """Without keys every request is let in."""
+    def __init__(self, app: ASGIApp, *, sends_request_id: bool) -> None:
         self._app = app
-        self._api_keys = api_keys
         self._sends_request_id = sends_request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        request_id = _request_id(headers.get("x-request-id"))
+        request_id = _request_id(Headers(scope=scope).get("x-request-id"))
+        scope["request_id"] = request_id
         answer = _Answer(send, request_id if self._sends_request_id else None)
+        try:
+            await self._app(scope, receive, answer)
+        except Exception:
+            logger.exception("request %s failed", request_id)
+            await answer.error(our_fault())
+
+
+class Gate:
+    """Lets requests with a key in, and bodies that are not too large.
+
+    `scope["api_key"]` is the number of the client's key, or None.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_keys: KeyDigests,
+        *,
+        admin_key: KeyDigests,
+        admin_paths: Collection[str],
+    ) -> None:
+        """Without keys every request is let in; `admin_paths` take the admin key alone."""
+        self._app = app
+        self._api_keys = api_keys
+        self._admin_key = admin_key
+        self._admin_paths = admin_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        answer = _Answer(send, None)
         try:
             # Under a route prefix a path begins with it.
             path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -77,22 +108,31 @@ class Guard:
             await self._app(scope, _Body(receive), answer)
         except ApiError as error:
             await answer.error(error)
-        except Exception:
-            logger.exception("request %s failed", request_id)
-            await answer.error(InternalError("The server made a mistake; its log tells more."))
 
     def _key_of(self, path: str, headers: Headers) -> int | None:
         """The number of the key, None where none is needed; raises AuthenticationError."""
+        if path in self._admin_paths:
+            if _match(self._admin_key, headers) is None:
+                raise AuthenticationError(
+                    "This path needs the admin key: send the header Authorization: Bearer KEY.",
+                    code="invalid_api_key",
+                )
+            return None
         if not self._api_keys or path in OPEN_PATHS:
             return None
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        number = self._api_keys.match(key.strip()) if scheme.lower() == "bearer" else None
+        number = _match(self._api_keys, headers)
         if number is None:
             raise AuthenticationError(
                 "This server needs an API key: send the header Authorization: Bearer KEY.",
                 code="invalid_api_key",
             )
         return number
+
+
+def _match(keys: KeyDigests, headers: Headers) -> int | None:
+    """The number of the key in the headers; None if there is none, or a wrong one."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return keys.match(key.strip()) if scheme.lower() == "bearer" else None
 
 
 class _Answer:

@@ -6,6 +6,7 @@ transformers itself would bring torch into every process that handles HTTP.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,23 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+# Put behind the last message to see where the template lets it end. Nobody writes it by chance.
+_END_MARK = "\ue000end of the message\ue001"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages, and how they are to be rendered."""
+
+    messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool = True
+    """End with what introduces an answer."""
+    continue_final_message: bool = False
+    """End with the last message, as if it were not complete; goes without a generation prompt."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Given to the template beside its own."""
 
 
 class ChatTemplateError(Exception):
@@ -44,29 +62,43 @@ class ChatTemplate:
             raise ChatTemplateError(f"The model's chat template is broken: {error}.") from error
         self._special_tokens = dict(special_tokens)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt. `variables` are given to the template beside its own.
+    def render(self, conversation: Conversation) -> str:
+        """The prompt.
 
         Raises ChatTemplateError when the template refuses the messages or cannot read them.
         """
-        if taken := sorted(_OWN_VARIABLES & (variables or {}).keys()):
+        if taken := sorted(_OWN_VARIABLES & conversation.variables.keys()):
             raise ChatTemplateError(
                 f"chat_template_kwargs may not set {', '.join(taken)}: the server does."
             )
+        if not conversation.continue_final_message:
+            return self._render(conversation, conversation.messages)
+        *earlier, final = conversation.messages
+        if not isinstance(final.get("content"), str):
+            raise ChatTemplateError(
+                "continue_final_message needs a last message with a text to go on with."
+            )
+        marked = {**final, "content": f"{final['content']}{_END_MARK} "}
+        prompt, mark, rest = self._render(conversation, [*earlier, marked]).rpartition(_END_MARK)
+        if not mark:
+            raise ChatTemplateError(
+                "The model's chat template does not show the last message as it is, so nothing can"
+                " go on with it."
+            )
+        # A template that takes the space at the end away would do so without the mark, too.
+        return prompt if rest.startswith(" ") else prompt.rstrip()
+
+    def _render(self, conversation: Conversation, messages: Sequence[Mapping[str, Any]]) -> str:
         own = {
             "messages": messages,
             "tools": None,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": conversation.add_generation_prompt,
         }
         try:
-            prompt = self._template.render(self._special_tokens | dict(variables or {}) | own)
+            prompt = self._template.render(
+                self._special_tokens | dict(conversation.variables) | own
+            )
             prompt.encode()  # half of a surrogate pair is no text
             return prompt
         except Exception as error:

@@ -14,6 +14,7 @@ from cluster.supervisor import supervisor_of
 from cluster.supervisor_view import EngineView
 from scheduler.errors import CacheInUseError
 from scheduler.messages import (
+    AbortRequests,
     EndRequest,
     EngineInfo,
     EngineState,
@@ -74,11 +75,16 @@ class RayEngineCalls:
     async def exchange_counts(self, report: Tally) -> TallyAnswer:
         return decode(await self._call("exchange_counts", encode(report)), TallyAnswer)
 
+    async def abort(self, ids: Sequence[str]) -> int:
+        num_ended: int = await self._call("abort", encode(AbortRequests(tuple(ids))))
+        return num_ended
+
     async def reset_prefix_cache(self) -> None:
         try:
             await self._call("reset_prefix_cache")
         except CacheInUseError as error:
-            raise EngineBusyError(str(error)) from error
+            # As text Ray's own error is a traceback; what was raised there is its cause.
+            raise EngineBusyError(str(getattr(error, "cause", error))) from error
 
     async def poll(self, client_id: str, last_batch: int) -> PollAnswer:
         if self._scheduler is None:

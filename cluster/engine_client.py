@@ -69,6 +69,11 @@ class EngineCalls(CountsCalls, Protocol):
         """
         ...
 
+    async def abort(self, ids: Sequence[str]) -> int:
+        """End all requests, of whatever replica, whose answer or whose client's own id is among
+        `ids`; how many that were."""
+        ...
+
     async def reset_prefix_cache(self) -> None:
         """Forget all cached content. Raises EngineBusyError while requests hold blocks."""
         ...
@@ -124,7 +129,7 @@ class EngineClient:
     async def wait_first_engine(self) -> None:
         """Wait until the first engine of the cluster has started or failed; later ones, which
         take the place of one that answered, are not waited for."""
-        while self._info.state is EngineState.STARTING and self._info.epoch == 0:
+        while self._info.state is EngineState.STARTING and self._info.epoch <= 0:
             await self._next_change()
 
     def start(self) -> None:
@@ -235,6 +240,16 @@ class EngineClient:
         # The next scheduler is told again, if it has to know of the request at all.
         with contextlib.suppress(EngineLostError):
             await self._calls.end(message)
+
+    async def abort(self, ids: Sequence[str]) -> int:
+        """End requests of any replica, by the ids of their answers or their clients' own ids.
+
+        Their streams get a terminal delta. Returns how many sequences that were.
+        """
+        try:
+            return await self._calls.abort(ids)
+        except EngineLostError as error:
+            raise EngineUnavailableError(str(error)) from error
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached content. Raises EngineBusyError while requests hold blocks."""

@@ -13,7 +13,8 @@ from cluster.engine_calls import connect
 from cluster.engine_spec import EngineSpec
 from cluster.errors import EngineLostError
 from cluster.frontend import Frontend
-from cluster.http_app import HttpSettings, build_http_app
+from cluster.http_app import build_http_app
+from cluster.http_settings import HttpSettings
 from cluster.listening import take_over_ports
 from cluster.processes import set_up_logging
 from cluster.sampling import SamplingDefaults, SeedSource

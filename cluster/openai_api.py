@@ -6,12 +6,23 @@ its context length) is checked by `cluster.sampling`.
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+)
 from pydantic_core import PydanticCustomError
 
 MAX_CHOICES = 128
 MAX_SEQUENCES = 256
 MAX_STOPS = 4
+MAX_BAD_WORDS = 128
+MAX_LOGPROBS = 20
+MAX_ABORTS = 1024
 MAX_MESSAGES = 1024
 MAX_PROMPT_BYTES = 4 << 20
 MAX_SHORT_CHARACTERS = 128
@@ -104,18 +115,22 @@ class GenerationRequest(ApiModel):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    bad_words: Annotated[list[StopText], Field(max_length=MAX_BAD_WORDS)] | None = None
+    """Words whose token sequences are never completed. Other tokens may still spell them."""
     allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
     priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31)
     """Smaller is more urgent."""
     cache_salt: ShortText | None = None
     """Requests find each other's cached prefixes only under the same salt."""
 
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Rate the tokens of the prompt, with as many alternatives for each."""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    """Keep only so many of the prompt's last tokens; -1: as many as leave room for the output."""
+    return_token_ids: bool | None = None
+
     best_of: Any = None
-    bad_words: Any = None
-    logprobs: Any = None
-    prompt_logprobs: Any = None
-    return_token_ids: Any = None
-    truncate_prompt_tokens: Any = None
+    response_format: Any = None
 
     @property
     def stops(self) -> list[str]:
@@ -124,12 +139,38 @@ class GenerationRequest(ApiModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
+def _none_if_false(value: object) -> object:
+    return None if value is False else value
+
+
 class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`."""
 
     prompt: Prompt
-    echo: Any = None
+    max_tokens: int | None = Field(None, ge=0)
+    """0 goes with `echo` only: then the prompt is rated and nothing is generated."""
+    echo: bool | None = None
+    """Begin the text with the prompt."""
+    logprobs: Annotated[
+        Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None, BeforeValidator(_none_if_false)
+    ] = None
+    """Rate each token of the text, with as many alternatives."""
+
     suffix: Any = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def has_echo(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """For `prompt_logprobs`, and for the prompt's part of the text."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in wanted if number is not None), default=None)
 
 
 class TextPart(ApiModel):
@@ -156,43 +197,87 @@ class ChatMessage(ApiModel):
     ) = None
 
 
-class ChatCompletionRequest(GenerationRequest):
-    """Body of `POST /v1/chat/completions`."""
+Messages: TypeAlias = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    """The newer name of `max_tokens`, and the one that counts if both are there."""
+
+class TemplateFields(ApiModel):
+    """How a conversation becomes a prompt."""
+
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """Go on with the last message, instead of answering it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template."""
 
-    continue_final_message: Any = None
+    @property
+    def has_generation_prompt(self) -> bool:
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+
+class ChatCompletionRequest(GenerationRequest, TemplateFields):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Messages
+
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """The newer name of `max_tokens`, and the one that counts if both are there."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
     function_call: Any = None
     functions: Any = None
-    response_format: Any = None
     tool_choice: Any = None
     tools: Any = None
-    top_logprobs: Any = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def has_echo(self) -> bool:
+        return False
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
+
+class TokenizeRequest(TemplateFields):
+    """Body of `POST /tokenize`: a text, or a conversation."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    add_special_tokens: bool | None = None
+    """Of a text; what a conversation needs is in the chat template."""
+    messages: Messages | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(ApiModel):
+    """Body of `POST /detokenize`."""
+
+    model: Text | None = None
+    tokens: list[int]
+
+
+class AbortRequest(ApiModel):
+    """Body of `POST /abort`."""
+
+    request_ids: Annotated[list[ShortText], Field(min_length=1, max_length=MAX_ABORTS)]
 
 
 ApiRequest: TypeAlias = CompletionRequest | ChatCompletionRequest
 Endpoint: TypeAlias = Literal["completions", "chat"]
 
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
-    "bad_words": ([],),
     "best_of": (1,),
-    "continue_final_message": (False,),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logprobs": (False,),
-    "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
 }
 """Fields that are known but not built, and the values of theirs that change nothing."""

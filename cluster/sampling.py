@@ -6,9 +6,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import msgspec
 import xxhash
 
 from cluster.api_errors import InvalidRequestError
@@ -25,6 +24,8 @@ from scheduler.messages import SamplingParams
 _COMPLETION_MAX_TOKENS = 16
 
 _UINT64 = 1 << 64
+
+TokenSequences: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class SamplingDefaults:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+    """For chats; None: as many as fit."""
 
     @classmethod
     def read(cls, directory: Path) -> "SamplingDefaults":
@@ -58,6 +61,9 @@ class SamplingDefaults:
             for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
             if isinstance(generation.get(name), int | float)
         }
+        max_tokens = generation.get("max_new_tokens")
+        if isinstance(max_tokens, int) and max_tokens > 0:
+            given["max_tokens"] = max_tokens
         eos_token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         return cls(eos_token_ids=tuple(eos_token_ids), **given)
 
@@ -94,6 +100,26 @@ def check_supported(request: ApiRequest) -> None:
         raise InvalidRequestError(
             "stream_options go with stream: true only.", param="stream_options"
         )
+    if request.truncate_prompt_tokens == 0:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens must be at least 1, or -1 for as many as fit, not 0.",
+            param="truncate_prompt_tokens",
+        )
+    if isinstance(request, ChatCompletionRequest):
+        _check_chat(request)
+    elif request.max_tokens == 0 and not request.has_echo:
+        raise InvalidRequestError(
+            "max_tokens must be at least 1, not 0; 0 goes with echo only, to rate the prompt.",
+            param="max_tokens",
+        )
+
+
+def _check_chat(request: ChatCompletionRequest) -> None:
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequestError(
+            f"top_logprobs is {request.top_logprobs}, which goes with logprobs: true only.",
+            param="top_logprobs",
+        )
 
 
 def sampling_params(
@@ -103,11 +129,16 @@ def sampling_params(
     limits: ModelLimits,
     num_prompt_tokens: int,
     seed: int,
+    bad_words: TokenSequences = (),
 ) -> SamplingParams:
-    """Raises InvalidRequestError, naming the limit, for what this model cannot do."""
-    max_tokens = _max_tokens(request, limits, num_prompt_tokens)
+    """Raises InvalidRequestError, naming the limit, for what this model cannot do.
+
+    `bad_words`: those of the request in tokens (see `bad_word_spellings`).
+    """
+    max_tokens = _max_tokens(request, defaults, limits, num_prompt_tokens)
     return SamplingParams(
-        max_tokens=max_tokens,
+        # Scoring takes one step like the shortest output; its token is dropped.
+        max_tokens=max(1, max_tokens),
         seed=seed % _UINT64,
         min_tokens=_min_tokens(request, max_tokens),
         temperature=_given(request.temperature, defaults.temperature),
@@ -119,14 +150,26 @@ def sampling_params(
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=_logit_bias(request, limits.vocab_size),
         allowed_token_ids=_checked_ids(request, "allowed_token_ids", limits.vocab_size),
+        bad_words=bad_words,
         eos_token_ids=defaults.eos_token_ids,
         stop_token_ids=_checked_ids(request, "stop_token_ids", limits.vocab_size),
         ignore_eos=bool(request.ignore_eos),
+        logprobs=request.num_logprobs,
+        prompt_logprobs=request.num_prompt_logprobs,
     )
 
 
-def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    return msgspec.structs.replace(params, seed=seed)
+def room_for_prompt(request: ApiRequest, limits: ModelLimits) -> int:
+    """The most prompt tokens that leave the output the room that the request asks for."""
+    _, max_tokens = _asked_max_tokens(request)
+    if max_tokens is None:
+        max_tokens = _COMPLETION_MAX_TOKENS if isinstance(request, CompletionRequest) else 1
+    return max(1, limits.max_model_len - max(1, max_tokens))
+
+
+def bad_word_spellings(words: Sequence[str]) -> list[str]:
+    """How each word may stand in a text: at its beginning, and behind a space."""
+    return [spelling for word in words for spelling in (word.lstrip(" "), f" {word.lstrip(' ')}")]
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -146,16 +189,17 @@ def _given(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _max_tokens(request: ApiRequest, limits: ModelLimits, num_prompt_tokens: int) -> int:
+def _max_tokens(
+    request: ApiRequest, defaults: SamplingDefaults, limits: ModelLimits, num_prompt_tokens: int
+) -> int:
     """As asked for, else what the endpoint gives. That prompt and output together may be too
     long is no error: the scheduler cuts the output."""
-    name, max_tokens = "max_tokens", request.max_tokens
-    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
-        name, max_tokens = "max_completion_tokens", request.max_completion_tokens
+    name, max_tokens = _asked_max_tokens(request)
     if max_tokens is None:
         room = max(1, limits.max_model_len - num_prompt_tokens)
-        is_completion = isinstance(request, CompletionRequest)
-        return min(_COMPLETION_MAX_TOKENS, room) if is_completion else room
+        if isinstance(request, CompletionRequest):
+            return min(_COMPLETION_MAX_TOKENS, room)
+        return min(defaults.max_tokens or room, room)
     if max_tokens > limits.max_model_len:
         raise InvalidRequestError(
             f"{name} is {max_tokens}, but the maximum context length of this model is"
@@ -164,6 +208,13 @@ def _max_tokens(request: ApiRequest, limits: ModelLimits, num_prompt_tokens: int
             code="context_length_exceeded",
         )
     return max_tokens
+
+
+def _asked_max_tokens(request: ApiRequest) -> tuple[str, int | None]:
+    """The field that counts, and its value."""
+    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
+        return "max_completion_tokens", request.max_completion_tokens
+    return "max_tokens", request.max_tokens
 
 
 def _min_tokens(request: GenerationRequest, max_tokens: int) -> int:

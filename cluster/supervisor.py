@@ -7,7 +7,6 @@ ending the application, also a killed machine, ends the engine too.
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import time
@@ -37,7 +36,7 @@ class Supervisor:
         set_up_logging()
         self._app = app
         self._lease_seconds = lease_seconds
-        self._epochs = itertools.count()
+        self._next_epoch = 0
         self._spec: EngineSpec | None = None
         self._engine: Engine | None = None
         self._replacing: asyncio.Task[None] | None = None
@@ -144,6 +143,12 @@ class Supervisor:
             return EngineInfo(EngineState.STARTING, "no engine has been asked for")
         return self._engine.info
 
+    def _take_epoch(self) -> int:
+        """Only rising, over all engines."""
+        epoch = self._next_epoch
+        self._next_epoch += 1
+        return epoch
+
     def _view(self) -> EngineView:
         is_replacing = self._replacing is not None and not self._replacing.done()
         return EngineView(
@@ -169,7 +174,7 @@ class Supervisor:
         assert self._spec is not None, "replace sets it"
         self._engine = Engine(
             self._spec,
-            next_epoch=lambda: next(self._epochs),
+            next_epoch=self._take_epoch,
             replicas=self._replicas,
             report=self._change,
         )

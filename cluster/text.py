@@ -10,7 +10,14 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from cluster.chat_template import ChatTemplate, ChatTemplateError, find_chat_template
+from cluster.chat_template import (
+    ChatTemplate,
+    ChatTemplateError,
+    Conversation,
+    find_chat_template,
+)
+from cluster.prompt import Prompt
+from cluster.token_words import TokenWords
 
 T = TypeVar("T")
 
@@ -102,6 +109,7 @@ class TextCodec:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._executor = executor
+        self.words = TokenWords(tokenizer)
 
     @classmethod
     def load(cls, directory: Path, executor: Executor) -> "TextCodec":
@@ -118,26 +126,38 @@ class TextCodec:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
-    async def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of whole prompts, with the special tokens that the model expects."""
-        return await self._in_thread(self._encode, texts, True)
+    @property
+    def vocab_size(self) -> int:
+        """Of the tokenizer; a model may have ids beyond it, which say nothing."""
+        size: int = self._tokenizer.get_vocab_size()
+        return size
 
-    async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """The token ids of each text, by default with the special tokens that a whole prompt
+        begins with."""
+        return await self._in_thread(self._encode, texts, add_special_tokens)
+
+    async def encode_prompts(self, texts: Sequence[str]) -> list[Prompt]:
+        """Whole prompts that know their text."""
+        return await self._in_thread(self._encode_prompts, texts)
+
+    async def decode_prompts(
+        self, id_lists: Sequence[Sequence[int]], *, skip_special_tokens: bool
+    ) -> list[Prompt]:
+        """Prompts that were given as ids, with their text."""
+        return await self._in_thread(self._decode_prompts, id_lists, skip_special_tokens)
+
+    async def encode_chat(self, conversation: Conversation) -> list[int]:
         """The token ids of a conversation; the template brings its own special tokens.
 
         Raises ChatTemplateError.
         """
-        return await self._in_thread(self._encode_chat, messages, add_generation_prompt, variables)
+        return await self._in_thread(self._encode_chat, conversation)
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return text
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return await self._in_thread(self._decode, token_ids, skip_special_tokens)
 
     def detokenizer(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
@@ -153,25 +173,53 @@ class TextCodec:
         )
         return [encoding.ids for encoding in encodings]
 
-    def _encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        variables: Mapping[str, Any] | None,
-    ) -> list[int]:
+    def _encode_prompts(self, texts: Sequence[str]) -> list[Prompt]:
+        encodings = self._tokenizer.encode_batch(list(texts))
+        return [
+            Prompt(encoding.ids, text, _offsets(encoding.offsets))
+            for text, encoding in zip(texts, encodings, strict=True)
+        ]
+
+    def _decode_prompts(
+        self, id_lists: Sequence[Sequence[int]], skip_special_tokens: bool
+    ) -> list[Prompt]:
+        prompts = []
+        for token_ids in id_lists:
+            detokenizer = self.detokenizer((), skip_special_tokens=skip_special_tokens)
+            text, offsets = "", []
+            for token_id in token_ids:
+                offsets.append(len(text))
+                text += detokenizer.push(token_id)
+            prompts.append(Prompt(token_ids, text + detokenizer.flush(), offsets))
+        return prompts
+
+    def _encode_chat(self, conversation: Conversation) -> list[int]:
         if self._chat_template is None:
             raise ChatTemplateError(
                 "This model has no chat template, so it takes no messages: use /v1/completions."
             )
-        prompt = self._chat_template.render(
-            messages, add_generation_prompt=add_generation_prompt, variables=variables
-        )
-        return self._encode([prompt], False)[0]
+        return self._encode([self._chat_template.render(conversation)], False)[0]
+
+    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
 
     async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(
             self._executor, function, *arguments
         )
+
+
+def _offsets(spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Where each token begins: where the one before it ends, unless both are of one character.
+
+    Tokenizers leave the space before a word out of its span, and give what they add none.
+    """
+    offsets, end = [], 0
+    for start, stop in spans:
+        offsets.append(end if start == stop else min(start, end))
+        end = max(end, stop)
+    return offsets
 
 
 def _load_tokenizer(directory: Path) -> Tokenizer:

@@ -21,6 +21,8 @@ from scheduler.clients import Clients
 from scheduler.core import SchedulerCore
 from scheduler.errors import LoopOverError
 from scheduler.messages import (
+    AbortRequests,
+    EndReason,
     EndRequest,
     EngineInfo,
     EngineState,
@@ -259,6 +261,11 @@ class SchedulerActor:
         self._metrics.forget_all_but(self._clients, time.monotonic())
         return encode(self._metrics.answer(measured))
 
+    async def abort(self, data: bytes) -> int:
+        """AbortRequests in; how many sequences that ended."""
+        wanted = frozenset(decode(data, AbortRequests).ids)
+        return await self._run(lambda core, now: _end_by_id(wanted, core, now))
+
     async def reset_prefix_cache(self) -> None:
         """Forget all cached content. Raises CacheInUseError while blocks are held."""
         await self._run(lambda core, now: core.reset_prefix_cache())
@@ -356,3 +363,20 @@ class _OnEventLoop:
 
     def on_crash(self) -> None:
         self._actor.on_crash()
+
+
+def _end_by_id(ids: frozenset[str], core: SchedulerCore, now: float) -> int:
+    found = [
+        request.request_id
+        for request in core.requests.values()
+        if request.answer_id in ids or request.client_request_id in ids
+    ]
+    for request_id in found:
+        core.end(EndRequest(request_id, EndReason.ABORT), now)
+    return len(found)
+
+
+def _end_all(client_ids: frozenset[str], core: SchedulerCore, now: float) -> None:
+    for request in list(core.requests.values()):
+        if request.client_id in client_ids:
+            core.end(EndRequest(request.request_id, EndReason.ABORT), now)

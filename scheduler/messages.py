@@ -178,6 +178,8 @@ class SubmitRequest(Message, frozen=True):
     output_token_ids: PackedTokenIds = b""
     usage_so_far: Usage | None = None
     """None: a new request, not a continuation."""
+    client_request_id: str = ""
+    """Under which whoever runs the server may abort it, beside the id of its answer."""
 
 
 class SubmitRequests(Message, frozen=True):
@@ -196,6 +198,12 @@ class EndRequest(Message, frozen=True):
     request_id: str
     reason: EndReason
     num_output_tokens: int | None = None
+
+
+class AbortRequests(Message, frozen=True):
+    """End all requests whose answer or whose client's own id is among `ids`."""
+
+    ids: tuple[str, ...]
 
 
 class Accepted(Message, frozen=True, tag=True):

@@ -82,6 +82,7 @@ class Request:
 
     request_id: str
     client_id: str
+    client_request_id: str
     sampling: SamplingParams
     priority: int
     arrival_seconds: float
@@ -152,6 +153,7 @@ class Request:
         request = cls(
             request_id=message.request_id,
             client_id=message.client_id,
+            client_request_id=message.client_request_id,
             sampling=sampling,
             priority=message.priority,
             arrival_seconds=message.arrival_seconds,
@@ -178,6 +180,11 @@ class Request:
             self.stalled_seconds = usage.interruptions.stalled_seconds
 
     # -- facts --------------------------------------------------------------------------
+
+    @property
+    def answer_id(self) -> str:
+        """Of the answer that this sequence is a choice of."""
+        return self.request_id.rpartition("/")[0]
 
     @property
     def num_tokens(self) -> int:

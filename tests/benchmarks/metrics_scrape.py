@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 
 from configs import load
+from tests.support.asking import with_client
 from tests.support.http_server import MODEL, http_server
 from tests.support.metrics import scrape
-from tests.support.serving import with_client
 
 GOAL_MS = 20.0
 

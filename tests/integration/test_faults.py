@@ -27,7 +27,8 @@ from tests.support.faults import (
     wait_recovered,
 )
 from tests.support.references import stories_directory
-from tests.support.serving import App, deployed, free_port, ready_to_serve, serve_on
+from tests.support.served_model import ready_to_serve
+from tests.support.serving import App, deployed, free_port, serve_on
 
 pytestmark = pytest.mark.timeout(240, func_only=True)
 

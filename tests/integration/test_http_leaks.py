@@ -10,16 +10,10 @@ import httpx
 import psutil
 import pytest
 
+from tests.support.asking import ask, with_client
 from tests.support.models import make_stories_stand_in
-from tests.support.serving import (
-    App,
-    ask,
-    deployed,
-    free_port,
-    ready_to_serve,
-    serve_on,
-    with_client,
-)
+from tests.support.served_model import ready_to_serve
+from tests.support.serving import App, deployed, free_port, serve_on
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NUM_BLOCKS = 40

@@ -10,17 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.asking import ask_all
 from tests.support.metrics import Scrape, scrape
 from tests.support.references import stories_directory
-from tests.support.serving import (
-    App,
-    ask_all,
-    deployed,
-    free_port,
-    ready_to_serve,
-    replica_pids,
-    serve_on,
-)
+from tests.support.served_model import ready_to_serve
+from tests.support.serving import App, deployed, free_port, replica_pids, serve_on
 
 NUM_SCRAPES = 50
 NAME = "stories"

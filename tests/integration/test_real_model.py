@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.asking import Answered, ask_all
 from tests.support.http_jobs import jobs, the_other_way
-from tests.support.serving import Answered, ask_all, deployed, free_port, serve_on
+from tests.support.serving import deployed, free_port, serve_on
 from worker.pull import pull
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]

@@ -20,7 +20,8 @@ import yaml
 from cluster.probe import Probe
 from tests.support.leftovers import Leftovers, assert_nothing_left
 from tests.support.models import make_stories_stand_in
-from tests.support.serving import HOST, free_port, ready_to_serve
+from tests.support.served_model import ready_to_serve
+from tests.support.serving import HOST, free_port
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 

@@ -17,9 +17,10 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from tests.support.asking import ask, with_client
 from tests.support.leftovers import Leftovers, assert_nothing_left
 from tests.support.references import REFERENCES_FILE
-from tests.support.serving import HOST, ask, free_port, with_client
+from tests.support.serving import HOST, free_port
 
 # The model is fetched and converted on the first run of all.
 pytestmark = pytest.mark.timeout(func_only=True)

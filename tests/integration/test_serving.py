@@ -18,21 +18,13 @@ import pytest
 from openai import OpenAI
 from tokenizers import Tokenizer
 
+from tests.support.asking import CHAT, COMPLETIONS, ask, ask_all, with_client
 from tests.support.events import Stream
 from tests.support.failing_rank import FAILING_SEED
-from tests.support.http_jobs import CHAT, COMPLETIONS, OPENINGS, jobs, the_other_way
+from tests.support.http_jobs import OPENINGS, jobs, the_other_way
 from tests.support.references import stories_directory
-from tests.support.serving import (
-    App,
-    ask,
-    ask_all,
-    deployed,
-    free_port,
-    ready_to_serve,
-    serve_on,
-    session_logs,
-    with_client,
-)
+from tests.support.served_model import ready_to_serve
+from tests.support.serving import App, deployed, free_port, serve_on, session_logs
 
 # Starting two engines may take longer than any of the tests.
 pytestmark = pytest.mark.timeout(func_only=True)

@@ -12,7 +12,8 @@ from typing import Any
 
 from cluster.supervisor_view import AppStatus, Recovery
 from scheduler.messages import EngineState
-from tests.support.serving import Answered, App, ask_all
+from tests.support.asking import Answered, ask_all
+from tests.support.serving import App
 
 RECOVERY_SECONDS = 90.0
 _DEAD_SECONDS = 30.0

@@ -11,6 +11,7 @@ from cluster.errors import EngineLostError
 from configs import load, resolve
 from scheduler.actor import GroupSize, SchedulerActor
 from scheduler.messages import (
+    AbortRequests,
     EndRequest,
     FinishReason,
     PollAnswer,
@@ -74,6 +75,9 @@ class Calls:
     async def exchange_counts(self, report: Tally) -> TallyAnswer:
         self._check()
         return decode(await self.actor.exchange_counts(encode(report)), TallyAnswer)
+
+    async def abort(self, ids: Sequence[str]) -> int:
+        return await self.actor.abort(encode(AbortRequests(tuple(ids))))
 
     async def reset_prefix_cache(self) -> None:
         await self.actor.reset_prefix_cache()

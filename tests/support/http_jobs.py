@@ -1,9 +1,10 @@
 """Requests to the OpenAI endpoints, drawn at random from all that a small model can do."""
 
 import random
-from typing import Any, TypeAlias
+from typing import Any
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+from tests.support.asking import CHAT, COMPLETIONS, Job
+
 OPENINGS = (
     "Once upon a time, there was a little girl named Lily.",
     "Tom had a red ball. He liked to play with it",
@@ -12,9 +13,6 @@ OPENINGS = (
     "The cat was very sad because",
     "There was an old man with a big hat.",
 )
-
-Job: TypeAlias = tuple[str, dict[str, Any]]
-"""A path, and the body to send there."""
 
 
 def jobs(num_jobs: int, seed: int) -> list[Job]:

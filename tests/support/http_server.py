@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,11 +15,14 @@ from tokenizers import Tokenizer
 
 from cluster.chat_template import ChatTemplate
 from cluster.frontend import Frontend
-from cluster.http_app import HttpSettings, build_http_app
+from cluster.http_app import build_http_app
+from cluster.http_settings import HttpSettings
 from cluster.sampling import SamplingDefaults, SeedSource
 from cluster.text import TextCodec
 from configs import Config
 from tests.support.engine import LocalEngine, local_engine
+from tests.support.local_link import StepWorker
+from tests.support.parrot import Parrot
 from tests.support.tokenizers import CHAT_TEMPLATE, IM_END_ID, byte_level
 
 T = TypeVar("T")
@@ -35,6 +38,7 @@ class HttpServer:
     url: str
     app: ASGIApp
     engine: LocalEngine
+    codec: TextCodec
     tokenizer: Tokenizer
     _loop: asyncio.AbstractEventLoop
 
@@ -64,31 +68,58 @@ class HttpServer:
         return {what: count for what, count in counts.items() if count}
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a server says, and with which words."""
+
+    worker: StepWorker
+    tokenizer: Tokenizer
+    make_codec: Callable[[Executor], TextCodec]
+    vocab_size: int
+    defaults: SamplingDefaults
+
+
+def parrot(
+    tokenizer: Tokenizer | None = None, defaults: SamplingDefaults | None = None
+) -> ServedModel:
+    """The model that repeats its prompt."""
+    tokenizer = tokenizer or byte_level()
+    return ServedModel(
+        worker=Parrot(tokenizer),
+        tokenizer=tokenizer,
+        make_codec=lambda executor: TextCodec(tokenizer, ChatTemplate(CHAT_TEMPLATE, {}), executor),
+        vocab_size=tokenizer.get_vocab_size(),
+        defaults=defaults or SamplingDefaults(eos_token_ids=(IM_END_ID,)),
+    )
+
+
 @contextmanager
 def http_server(
     config: Config | None = None,
+    model: ServedModel | None = None,
     *,
     settings: HttpSettings | None = None,
-    defaults: SamplingDefaults | None = None,
-    tokenizer: Tokenizer | None = None,
+    model_names: tuple[str, ...] = (MODEL,),
     max_queue_seconds: float = 60.0,
     **engine_options: Any,
 ) -> Iterator[HttpServer]:
-    """A server in a thread. `engine_options` go to `local_engine`."""
-    tokenizer = tokenizer or byte_level()
+    """A server in a thread, of a parrot by default. `engine_options` go to `local_engine`."""
+    served = model or parrot()
     started: asyncio.Queue[HttpServer] = asyncio.Queue()
     loop = asyncio.new_event_loop()
     stopping = asyncio.Event()
 
     async def serve() -> None:
         with ThreadPoolExecutor(2) as executor:
-            async with local_engine(tokenizer, config, **engine_options) as engine:
+            async with local_engine(
+                served.worker, config, vocab_size=served.vocab_size, **engine_options
+            ) as engine:
                 frontend = Frontend(
                     engine=engine.client,
-                    codec=TextCodec(tokenizer, ChatTemplate(CHAT_TEMPLATE, {}), executor),
-                    defaults=defaults or SamplingDefaults(eos_token_ids=(IM_END_ID,)),
+                    codec=served.make_codec(executor),
+                    defaults=served.defaults,
                     seeds=SeedSource(0),
-                    model_names=(MODEL,),
+                    model_names=model_names,
                     max_queue_seconds=max_queue_seconds,
                 )
                 app = build_http_app(frontend, settings or HttpSettings())
@@ -99,8 +130,9 @@ def http_server(
                 while not server.started:
                     await asyncio.sleep(0.005)
                 port = server.servers[0].sockets[0].getsockname()[1]
+                url = f"http://127.0.0.1:{port}"
                 started.put_nowait(
-                    HttpServer(f"http://127.0.0.1:{port}", app, engine, tokenizer, loop)
+                    HttpServer(url, app, engine, frontend.codec, served.tokenizer, loop)
                 )
                 await stopping.wait()
                 server.should_exit = True

@@ -2,15 +2,13 @@
 
 import asyncio
 import contextlib
-import shutil
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import ray
 from ray import serve
@@ -22,15 +20,9 @@ from cluster.supervisor import existing_supervisors
 from cluster.supervisor_view import AppStatus
 from configs import Config, load
 from tests.support.engines import status_of, stop
-from tests.support.events import Stream
-from tests.support.http_jobs import Job
-from tests.support.tokenizers import byte_level
 
 HOST = "127.0.0.1"
 READY_SECONDS = 90.0
-
-# Plain, and of few tokens: the small model knows no chats.
-CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def free_port() -> int:
@@ -38,18 +30,6 @@ def free_port() -> int:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def ready_to_serve(model: Path, folder: Path) -> Path:
-    """A copy of a model directory, with a template for conversations, and with a tokenizer if it
-    is a stand-in that has none."""
-    copy = Path(shutil.copytree(model, folder / "model"))
-    for path in copy.iterdir():
-        path.chmod(0o644)
-    if not (copy / "tokenizer.json").exists():
-        byte_level().save(str(copy / "tokenizer.json"))
-    (copy / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    return copy
 
 
 @dataclass(slots=True)
@@ -134,84 +114,6 @@ def serve_on(port: int) -> Iterator[None]:
     finally:
         assert not existing_supervisors(), "an engine is left"
         serve.shutdown()
-
-
-@dataclass(slots=True)
-class Answered:
-    """One request's answer, streamed or not, in one form."""
-
-    texts: dict[int, str]
-    finishes: dict[int, str]
-    usage: dict[str, Any]
-    preemption: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def content(self) -> tuple[object, ...]:
-        """What must not depend on interruptions, nor on what the cache held."""
-        counts = {name: self.usage[name] for name in ("prompt_tokens", "completion_tokens")}
-        return self.texts, self.finishes, counts
-
-
-async def ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Answered:
-    """Send one request; raises AssertionError unless it is answered well."""
-    if not body.get("stream"):
-        answer = await client.post(path, json=body)
-        assert answer.status_code == 200, answer.text
-        content = answer.json()
-        choices = content["choices"]
-        return _answered(
-            {c["index"]: c.get("text") or c.get("message", {}).get("content", "") for c in choices},
-            {c["index"]: c["finish_reason"] for c in choices},
-            content["usage"],
-        )
-    body = {**body, "stream_options": {"include_usage": True}}
-    async with client.stream("POST", path, json=body) as answer:
-        assert answer.status_code == 200, await answer.aread()
-        stream = Stream().read([line async for line in answer.aiter_lines()])
-    assert stream.error is None, stream.error
-    assert stream.usage is not None
-    return _answered(stream.texts, stream.finishes, stream.usage)
-
-
-def _answered(texts: dict[int, str], finishes: dict[int, str], usage: dict[str, Any]) -> Answered:
-    return Answered(texts, finishes, usage, usage.get("preemption", {}))
-
-
-def ask_all(
-    url: str,
-    jobs: list[Job],
-    *,
-    timeout_seconds: float = 120,
-    headers: Mapping[str, str] | None = None,
-) -> list[Answered]:
-    """Send all requests at once; their answers in the same order."""
-
-    async def run(client: httpx.AsyncClient) -> list[Answered]:
-        return list(await asyncio.gather(*(ask(client, path, body) for path, body in jobs)))
-
-    answers: list[Answered] = with_client(
-        url, run, timeout_seconds=timeout_seconds, headers=headers
-    )
-    return answers
-
-
-def with_client(
-    url: str,
-    work: Callable[[httpx.AsyncClient], Awaitable[Any]],
-    *,
-    timeout_seconds: float = 120,
-    headers: Mapping[str, str] | None = None,
-) -> Any:
-    """Run `work` with a client that may have as many connections as it likes."""
-
-    async def run() -> Any:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            base_url=url, timeout=timeout_seconds, limits=limits, headers=headers
-        ) as client:
-            return await work(client)
-
-    return asyncio.run(run())
 
 
 def session_logs() -> list[Path]:

@@ -76,8 +76,8 @@ def three_nodes() -> Iterator[None]:
 
 
 def observe(app: Any) -> Said:
+    from tests.support.asking import ask_all
     from tests.support.engines import status_of
-    from tests.support.serving import ask_all
 
     work: list[tuple[str, dict[str, Any]]] = []
     for number, prompt in enumerate(PROMPTS * 2):
@@ -96,10 +96,16 @@ def observe(app: Any) -> Said:
         preemptions=sum(status.scheduler.counters.preemptions.values()),
         hosts=[place.host for place in places],
         node_ids=[place.node_id for place in places],
-        local_sockets=sorted(Leftovers.now().link_sockets),
+        local_sockets=local_link_sockets(),
         listening=listening_addresses([place.process_id for place in places], app.config.parallel),
         held_blocks=status.scheduler.counters.held_blocks,
     )
+
+
+def local_link_sockets() -> list[str]:
+    """The names of those in this machine, which are in no file system."""
+    sockets = Path("/proc/net/unix").read_text().splitlines()
+    return sorted({line.split()[-1] for line in sockets if "@palimpsest-" in line})
 
 
 def listening_addresses(process_ids: list[int], parallel: Any) -> list[str]:
@@ -115,7 +121,8 @@ def listening_addresses(process_ids: list[int], parallel: Any) -> list[str]:
 
 
 def run(model: Path) -> dict[str, Said]:
-    from tests.support.serving import deployed, free_port, ready_to_serve, serve_on
+    from tests.support.served_model import ready_to_serve
+    from tests.support.serving import deployed, free_port, serve_on
 
     with tempfile.TemporaryDirectory() as folder, three_nodes():
         directory = ready_to_serve(model, Path(folder))

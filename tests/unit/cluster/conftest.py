@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.support.asking import CHAT, COMPLETIONS
 from tests.support.http_server import HttpServer, http_server
 
 
@@ -20,3 +21,9 @@ def http(server: HttpServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=30) as client:
         yield client
     server.wait_idle()
+
+
+@pytest.fixture(params=[COMPLETIONS, CHAT])
+def path(request: pytest.FixtureRequest) -> str:
+    path: str = request.param
+    return path

@@ -2,13 +2,23 @@
 
 import json
 
-from cluster.answers import AnswerWriter, PromptTokensDetails, UsageCount
+from cluster.answers import AnswerWriter, Shown
 from cluster.choice import Finish, Piece
+from cluster.openai_api import Endpoint
+from cluster.prompt import Prompt
+from cluster.token_words import TokenWords
+from cluster.usage import PromptTokensDetails, UsageCount
 from scheduler.messages import InterruptionCause, Interruptions, Usage
+from tests.support.tokenizers import byte_level
 
 
 def last_piece(index: int, num_output: int, usage: Usage) -> Piece:
-    return Piece(index, "", num_output, Finish.STOP, usage=usage)
+    return Piece(index, "", num_output, finish=Finish.STOP, usage=usage)
+
+
+def writer(endpoint: Endpoint, count: UsageCount) -> AnswerWriter:
+    prompts, words = [Prompt([1, 2])] * 2, TokenWords(byte_level())
+    return AnswerWriter(endpoint, "id", "m", 0, count, shown=Shown(), prompts=prompts, words=words)
 
 
 def test_prompts_count_once_and_outputs_each() -> None:
@@ -36,9 +46,8 @@ def test_interruptions_are_told_of_and_summed() -> None:
     second = Interruptions({InterruptionCause.BLOCKS: 1, InterruptionCause.WORKER_LOST: 1}, 7, 9, 1)
     count.add(last_piece(0, 1, Usage(10, 1, 0, first)))
     count.add(last_piece(1, 1, Usage(10, 1, 0, second)))
-    body = AnswerWriter("chat", "id", "m", 0, count).whole(
-        ["", ""], [last_piece(0, 1, Usage(10, 1, 0)), last_piece(1, 1, Usage(10, 1, 0))]
-    )
+    pieces = [last_piece(index, 1, Usage(10, 1, 0)) for index in range(2)]
+    body = writer("chat", count).whole(pieces)
     assert json.loads(body)["usage"]["preemption"] == {
         "count": 4,
         "causes": {"blocks": 3, "worker_lost": 1},
@@ -52,5 +61,5 @@ def test_a_request_that_was_never_interrupted_says_nothing_of_it() -> None:
     count = UsageCount([10], num_choices_per_prompt=1)
     piece = last_piece(0, 1, Usage(10, 1, 0))
     count.add(piece)
-    body = AnswerWriter("completions", "id", "m", 0, count).whole([""], [piece])
+    body = writer("completions", count).whole([piece])
     assert "preemption" not in json.loads(body)["usage"]

@@ -2,13 +2,15 @@
 
 import pytest
 
-from cluster.chat_template import ChatTemplate, ChatTemplateError
+from cluster.chat_template import ChatTemplate, ChatTemplateError, Conversation
 
 MESSAGES = [{"role": "user", "content": "Hé <b>"}, {"role": "assistant", "content": "Ho"}]
 
 
 def render(source: str, **variables: object) -> str:
-    return ChatTemplate(source, {"bos_token": "<s>"}).render(MESSAGES, variables=variables)
+    return ChatTemplate(source, {"bos_token": "<s>"}).render(
+        Conversation(MESSAGES, variables=variables or {})
+    )
 
 
 @pytest.mark.parametrize(

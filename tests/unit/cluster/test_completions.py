@@ -1,67 +1,12 @@
 """Both endpoints, whole and streamed, over a model that repeats its prompt."""
 
-from typing import Any
-
 import httpx
 import pytest
 
-from tests.support.events import Stream
+from tests.support.asking import CHAT, COMPLETIONS, body_of, both, streamed, texts_of, whole
 from tests.support.http_server import MODEL, HttpServer
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 EMOJI = "Family 👩‍👩‍👧, flag 🇰🇷, Hangul 한국어, naïve café. 😀"
-
-
-@pytest.fixture(params=[COMPLETIONS, CHAT])
-def path(request: pytest.FixtureRequest) -> str:
-    path: str = request.param
-    return path
-
-
-def body_of(path: str, text: str, **fields: Any) -> dict[str, Any]:
-    """A request that is answered with `text`, unless a temperature is given."""
-    fields = {"temperature": 0, "max_tokens": 200, **fields}
-    if path == CHAT:
-        return {"messages": [{"role": "user", "content": text}], **fields}
-    return {"prompt": text, **fields}
-
-
-def whole(http: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    answer = http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    content: dict[str, Any] = answer.json()
-    return content
-
-
-def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> Stream:
-    body = {"stream_options": {"include_usage": True}, **body, "stream": True}
-    with http.stream("POST", path, json=body) as answer:
-        assert answer.status_code == 200
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        return Stream().read(answer.iter_lines())
-
-
-def texts_of(answer: dict[str, Any]) -> dict[int, str]:
-    return {
-        choice["index"]: choice["text"] if "text" in choice else choice["message"]["content"]
-        for choice in answer["choices"]
-    }
-
-
-def without_cache(usage: dict[str, Any]) -> dict[str, Any]:
-    """The second of two equal requests finds the first one's blocks."""
-    return {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
-
-
-def both(http: httpx.Client, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], Stream]:
-    """The whole answer and the stream, after checking that they say the same."""
-    answer, stream = whole(http, path, body), streamed(http, path, body)
-    assert stream.texts == texts_of(answer)
-    assert stream.finishes == {c["index"]: c["finish_reason"] for c in answer["choices"]}
-    assert stream.stop_reasons == {c["index"]: c["stop_reason"] for c in answer["choices"]}
-    assert stream.usage is not None
-    assert without_cache(stream.usage) == without_cache(answer["usage"])
-    return answer, stream
 
 
 def test_an_answer_ends_by_itself(http: httpx.Client, path: str) -> None:
@@ -101,7 +46,7 @@ def test_the_parts_of_an_answer(http: httpx.Client, server: HttpServer) -> None:
 
 
 def test_characters_of_several_tokens_come_whole(http: httpx.Client, path: str) -> None:
-    """CASES 24; `Stream` refuses half characters."""
+    """CASES 24; `streamed` refuses half characters."""
     answer, stream = both(http, path, body_of(path, EMOJI))
     assert texts_of(answer) == {0: EMOJI}
     assert "😀" in stream.pieces

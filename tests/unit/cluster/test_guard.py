@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.asgi import Guard, KeyDigests
+from cluster.asgi import Gate, KeyDigests
 
 
 def status_of(path: str, *, root_path: str = "", key: str | None = None) -> int:
@@ -23,8 +23,8 @@ def status_of(path: str, *, root_path: str = "", key: str | None = None) -> int:
 
     headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
     scope = {"type": "http", "path": path, "root_path": root_path, "headers": headers}
-    guard = Guard(app, KeyDigests.of(["right"]), sends_request_id=True)
-    asyncio.run(guard(scope, receive, send))
+    gate = Gate(app, KeyDigests.of(["right"]), admin_key=KeyDigests(), admin_paths=frozenset())
+    asyncio.run(gate(scope, receive, send))
     status: int = sent[0]["status"]
     return status
 

@@ -10,10 +10,11 @@ import httpx
 import pytest
 
 from cluster.asgi import KeyDigests
-from cluster.http_app import HttpSettings
+from cluster.http_settings import HttpSettings
 from configs import Config, SchedulerConfig
 from tests.support.events import Stream
-from tests.support.http_server import MODEL, HttpServer, http_server
+from tests.support.http_server import MODEL, HttpServer, http_server, parrot
+from tests.support.parrot import Parrot
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ENDLESS = {"prompt": "one two three", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
@@ -308,8 +309,10 @@ def test_paths_and_methods_that_there_are_not(http: httpx.Client) -> None:
 
 
 def test_an_error_of_the_engine_fails_one_request_only() -> None:
-    with http_server() as server, httpx.Client(base_url=server.url) as client:
-        server.engine.link.fail_with = "the sampler met a number that is none"
+    model = parrot()
+    assert isinstance(model.worker, Parrot)
+    with http_server(model=model) as server, httpx.Client(base_url=server.url) as client:
+        model.worker.fail_with = "the sampler met a number that is none"
         for stream in (False, True):
             answer = client.post(COMPLETIONS, json={**ENDLESS, "n": 2, "stream": stream})
             assert "the sampler met a number that is none" in answer.text
@@ -318,7 +321,7 @@ def test_an_error_of_the_engine_fails_one_request_only() -> None:
             else:
                 assert answer.status_code == 500
                 assert answer.json()["error"]["type"] == "server_error"
-        server.engine.link.fail_with = None
+        model.worker.fail_with = None
         answer = client.post(COMPLETIONS, json={"prompt": "one", "temperature": 0})
         assert answer.json()["choices"][0]["text"] == "one"
         server.wait_idle()

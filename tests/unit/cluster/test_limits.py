@@ -1,114 +1,227 @@
 """Every limit of the API: 400 with a message that names it, and the next request is fine."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.http_server import HttpServer
+from tests.support.asking import CHAT, COMPLETIONS
+from tests.support.http_server import HttpServer, http_server
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = {"role": "user", "content": "one two"}
+ON_BOTH, ON_CHAT, ON_COMPLETIONS = (COMPLETIONS, CHAT), (CHAT,), (COMPLETIONS,)
+CONTEXT_TOKENS = 2048
+SMALL_POOL_TOKENS = 128
 
-# fields, the field that is to blame, words of the message
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"temperature": 2.5}, "temperature", "at most 2.0, not 2.5"),
-    ({"temperature": -1}, "temperature", "at least 0.0, not -1"),
-    ({"temperature": "hot"}, "temperature", "a number"),
-    ({"temperature": True}, "temperature", "a number, not true"),
-    ({"top_p": 0}, "top_p", "more than 0.0, not 0"),
-    ({"top_p": 1.5}, "top_p", "at most 1.0, not 1.5"),
-    ({"min_p": 2}, "min_p", "at most 1.0, not 2"),
-    ({"top_k": -2}, "top_k", "at least -1, not -2"),
-    ({"presence_penalty": 3}, "presence_penalty", "at most 2.0, not 3"),
-    ({"frequency_penalty": -3}, "frequency_penalty", "at least -2.0, not -3"),
-    ({"repetition_penalty": 0}, "repetition_penalty", "more than 0.0, not 0"),
-    ({"n": 0}, "n", "at least 1, not 0"),
-    ({"n": 129}, "n", "at most 128, not 129"),
-    ({"n": "2"}, "n", "a whole number"),
-    ({"max_tokens": 0}, "max_tokens", "at least 1, not 0"),
-    ({"max_tokens": 5.5}, "max_tokens", "a whole number, not 5.5"),
-    ({"max_tokens": 50_000}, "max_tokens", "50000, but the maximum context length"),
-    ({"min_tokens": 30, "max_tokens": 20}, "min_tokens", "which is 20, not 30"),
-    ({"stop": ["a"] * 5}, "stop", "at most 4 entries"),
-    ({"stop": ["a", ""]}, "stop.1", "not be empty"),
-    ({"stop": ""}, "stop", "not be empty"),
-    ({"stop": 5}, "stop", "a list, not 5"),
-    ({"stop_token_ids": [151645]}, "stop_token_ids", "151645; those of this model are 0 to 377"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids", "-1; those of this model are 0 to 377"),
-    ({"allowed_token_ids": [378]}, "allowed_token_ids", "378; those of this model"),
-    ({"allowed_token_ids": []}, "allowed_token_ids", "not be empty"),
-    ({"logit_bias": {"49152": -100, "99999": 5}}, "logit_bias", "49152; those of this model"),
-    ({"logit_bias": {"AI": -100}}, "logit_bias", "one of its keys is no token id"),
-    ({"logit_bias": {"5": 101}}, "logit_bias.5", "at most 100.0, not 101"),
-    ({"seed": 2**64}, "seed", "less than 18446744073709551616"),
-    ({"cache_salt": "x" * 129}, "cache_salt", "at most 128 characters"),
-    ({"priority": 5}, "priority", "riority is 5, but the scheduling policy is fcfs"),
-    ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
-    ({"stream": "yes"}, "stream", "true or false"),
-    ({"logprobs": 2}, "logprobs", "not supported yet"),
-]
-CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"messages": []}, "messages", "not be empty"),
-    ({"messages": [USER] * 1025}, "messages", "at most 1024 entries"),
-    ({"messages": [{"content": "x"}]}, "messages.0.role", "is missing"),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "a list, not 5"),
-    ({"messages": [USER, {"role": "user"}]}, "messages.1.content", "is missing"),
-    (
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A request that goes beyond one."""
+
+    fields: dict[str, Any]
+    param: str | None
+    """The field that is to blame."""
+    words: str
+    """Of the message."""
+    paths: tuple[str, ...] = ON_BOTH
+    is_small: bool = False
+    """Meant for the server whose whole pool is smaller than a context."""
+
+
+LIMITS = [
+    # lengths
+    Limit(
+        {"prompt": [9] * 2048}, "prompt", "is 2048 tokens, and your prompt has 2048", ON_COMPLETIONS
+    ),
+    Limit(
+        {"prompt": [9] * 2049}, "prompt", "is 2048 tokens, and your prompt has 2049", ON_COMPLETIONS
+    ),
+    Limit({"max_tokens": 50_000}, "max_tokens", "50000, but the maximum context length"),
+    Limit(
+        {"max_tokens": 2049},
+        "max_tokens",
+        "2049, but the maximum context length of this model is 2048",
+    ),
+    Limit(
+        {"max_completion_tokens": 2049}, "max_completion_tokens", "maximum context length", ON_CHAT
+    ),
+    Limit(
+        {"prompt": [9] * 129},
+        "prompt",
+        "129 tokens, and the whole KV cache holds 128",
+        ON_COMPLETIONS,
+        is_small=True,
+    ),
+    Limit(
+        {"max_tokens": 1000, "ignore_eos": True},
+        "prompt",
+        "the whole cache holds 128",
+        is_small=True,
+    ),
+    Limit({"prompt": ""}, "prompt", "prompt is empty", ON_COMPLETIONS),
+    Limit({"prompt": []}, "prompt", "not be empty", ON_COMPLETIONS),
+    Limit({"prompt": ["one", ""]}, "prompt", "prompt is empty", ON_COMPLETIONS),
+    Limit({"prompt": [[5], []]}, "prompt.1", "not be empty", ON_COMPLETIONS),
+    Limit(
+        {"prompt": "x" * ((4 << 20) + 1)},
+        "prompt",
+        "4194305 bytes of text; at most 4194304",
+        ON_COMPLETIONS,
+    ),
+    Limit(
+        {"messages": [{**USER, "content": "x" * ((4 << 20) + 1)}]},
+        "messages",
+        "at most 4194304",
+        ON_CHAT,
+    ),
+    Limit({"messages": []}, "messages", "not be empty", ON_CHAT),
+    Limit({"messages": [USER] * 1025}, "messages", "at most 1024 entries", ON_CHAT),
+    Limit({"max_tokens": 0}, "max_tokens", "at least 1, not 0"),
+    Limit({"max_tokens": -1}, "max_tokens", "not -1"),
+    Limit({"max_tokens": 5.5}, "max_tokens", "a whole number, not 5.5"),
+    Limit({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1, not 0", ON_CHAT),
+    Limit({"min_tokens": 30, "max_tokens": 20}, "min_tokens", "which is 20, not 30"),
+    Limit({"min_tokens": -1}, "min_tokens", "at least 0, not -1"),
+    Limit(
+        {"echo": True, "max_tokens": 0, "min_tokens": 1},
+        "min_tokens",
+        "which is 0, not 1",
+        ON_COMPLETIONS,
+    ),
+    Limit({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1, or -1"),
+    Limit({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "at least -1, not -2"),
+    # how many
+    Limit({"n": 0}, "n", "at least 1, not 0"),
+    Limit({"n": 129}, "n", "at most 128, not 129"),
+    Limit({"n": "2"}, "n", "a whole number"),
+    Limit(
+        {"prompt": ["x"] * 129, "n": 2},
+        "prompt",
+        "258 sequences; one request may have 256",
+        ON_COMPLETIONS,
+    ),
+    Limit(
+        {"prompt": ["x"] * 257}, "prompt", "257 sequences; one request may have 256", ON_COMPLETIONS
+    ),
+    # token ids
+    Limit({"prompt": [5, 378]}, "prompt", "378; those of this model", ON_COMPLETIONS),
+    Limit({"prompt": [5, -1]}, "prompt", "-1; those of this model", ON_COMPLETIONS),
+    Limit({"prompt": [5, 2**70]}, "prompt", "those of this model", ON_COMPLETIONS),
+    Limit(
+        {"stop_token_ids": [151645]}, "stop_token_ids", "151645; those of this model are 0 to 377"
+    ),
+    Limit({"stop_token_ids": [-1]}, "stop_token_ids", "-1; those of this model are 0 to 377"),
+    Limit({"allowed_token_ids": [378]}, "allowed_token_ids", "378; those of this model"),
+    Limit({"allowed_token_ids": [-1]}, "allowed_token_ids", "-1; those of this model"),
+    Limit({"allowed_token_ids": []}, "allowed_token_ids", "not be empty"),
+    Limit({"logit_bias": {"49152": -100, "99999": 5}}, "logit_bias", "49152; those of this model"),
+    Limit({"logit_bias": {"AI": -100}}, "logit_bias", "one of its keys is no token id"),
+    Limit({"logit_bias": {"-1": 1}}, "logit_bias", "one of its keys is no token id"),
+    Limit({"logit_bias": {"5": 101}}, "logit_bias.5", "at most 100.0, not 101"),
+    # sampling
+    Limit({"temperature": 2.5}, "temperature", "at most 2.0, not 2.5"),
+    Limit({"temperature": -1}, "temperature", "at least 0.0, not -1"),
+    Limit({"temperature": "hot"}, "temperature", "a number"),
+    Limit({"temperature": True}, "temperature", "a number, not true"),
+    Limit({"top_p": 0}, "top_p", "more than 0.0, not 0"),
+    Limit({"top_p": 1.5}, "top_p", "at most 1.0, not 1.5"),
+    Limit({"min_p": 2}, "min_p", "at most 1.0, not 2"),
+    Limit({"min_p": -0.1}, "min_p", "at least 0.0, not -0.1"),
+    Limit({"top_k": -2}, "top_k", "at least -1, not -2"),
+    Limit({"presence_penalty": 3}, "presence_penalty", "at most 2.0, not 3"),
+    Limit({"frequency_penalty": -3}, "frequency_penalty", "at least -2.0, not -3"),
+    Limit({"repetition_penalty": 0}, "repetition_penalty", "more than 0.0, not 0"),
+    Limit({"seed": 2**64}, "seed", "less than 18446744073709551616"),
+    # ratings
+    Limit({"logprobs": 21}, "logprobs", "at most 20, not 21", ON_COMPLETIONS),
+    Limit({"logprobs": -1}, "logprobs", "at least 0, not -1", ON_COMPLETIONS),
+    Limit({"logprobs": True}, "logprobs", "a whole number, not true", ON_COMPLETIONS),
+    Limit({"logprobs": 2}, "logprobs", "true or false, not 2", ON_CHAT),
+    Limit({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20, not 21", ON_CHAT),
+    Limit({"top_logprobs": 2}, "top_logprobs", "goes with logprobs: true only", ON_CHAT),
+    Limit({"prompt_logprobs": 21}, "prompt_logprobs", "at most 20, not 21"),
+    Limit({"prompt_logprobs": -1}, "prompt_logprobs", "at least 0, not -1"),
+    # stops and words
+    Limit({"stop": ["a"] * 5}, "stop", "at most 4 entries"),
+    Limit({"stop": ["a", ""]}, "stop.1", "not be empty"),
+    Limit({"stop": ""}, "stop", "not be empty"),
+    Limit({"stop": 5}, "stop", "a list, not 5"),
+    Limit({"bad_words": ["a"] * 129}, "bad_words", "at most 128 entries"),
+    Limit({"bad_words": [""]}, "bad_words.0", "not be empty"),
+    Limit({"bad_words": "x"}, "bad_words", "a list"),
+    Limit({"cache_salt": "x" * 129}, "cache_salt", "at most 128 characters"),
+    Limit({"priority": 5}, "priority", "riority is 5, but the scheduling policy is fcfs"),
+    # forms
+    Limit({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+    Limit({"stream": "yes"}, "stream", "true or false"),
+    Limit({"echo": "yes"}, "echo", "true or false", ON_COMPLETIONS),
+    Limit({"return_token_ids": 1}, "return_token_ids", "true or false, not 1"),
+    Limit({"prompt": [5, "x"]}, "prompt.1", "a whole number", ON_COMPLETIONS),
+    Limit({"prompt": {"a": 1}}, "prompt", "a text", ON_COMPLETIONS),
+    Limit({"prompt": None}, "prompt", "a text", ON_COMPLETIONS),
+    Limit({"messages": [{"content": "x"}]}, "messages.0.role", "is missing", ON_CHAT),
+    Limit(
+        {"messages": [{"role": "user", "content": 5}]},
+        "messages.0.content",
+        "a list, not 5",
+        ON_CHAT,
+    ),
+    Limit({"messages": [USER, {"role": "user"}]}, "messages.1.content", "is missing", ON_CHAT),
+    Limit(
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages.0.content",
         "reads text only",
+        ON_CHAT,
     ),
-    ({"max_completion_tokens": 50_000}, "max_completion_tokens", "maximum context length"),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
-    ({"response_format": {"type": "json_schema", "schema": {}}}, "response_format", "supported"),
-    ({"chat_template_kwargs": {"messages": []}}, "messages", "may not set messages"),
-]
-COMPLETION_REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"prompt": ""}, "prompt", "prompt is empty"),
-    ({"prompt": []}, "prompt", "not be empty"),
-    ({"prompt": ["one", ""]}, "prompt", "prompt is empty"),
-    ({"prompt": [[5], []]}, "prompt.1", "not be empty"),
-    ({"prompt": [5, 378]}, "prompt", "378; those of this model"),
-    ({"prompt": [5, -1]}, "prompt", "-1; those of this model"),
-    ({"prompt": [5, 2**70]}, "prompt", "those of this model"),
-    ({"prompt": [5, "x"]}, "prompt.1", "a whole number"),
-    ({"prompt": {"a": 1}}, "prompt", "a text"),
-    ({"prompt": None}, "prompt", "a text"),
-    ({"prompt": ["x"] * 129, "n": 2}, "prompt", "258 sequences; one request may have 256"),
-    ({"prompt": "x" * (4 << 20) + "x"}, "prompt", "4194305 bytes of text; at most 4194304"),
-    ({"echo": True}, "echo", "not supported yet"),
-    ({"suffix": "x"}, "suffix", "not supported yet"),
+    Limit({"chat_template_kwargs": {"messages": []}}, "messages", "may not set messages", ON_CHAT),
+    Limit(
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+        "set one of them to false",
+        ON_CHAT,
+    ),
+    # not built
+    Limit({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
+    Limit(
+        {"response_format": {"type": "json_schema", "schema": {"type": "object"}}},
+        "response_format",
+        "not supported yet",
+    ),
+    Limit({"tools": [{"type": "function"}]}, "tools", "not supported yet", ON_CHAT),
+    Limit({"tool_choice": "required"}, "tool_choice", "not supported yet", ON_CHAT),
+    Limit({"functions": [{"name": "f"}]}, "functions", "not supported yet", ON_CHAT),
+    Limit({"suffix": "x"}, "suffix", "not supported yet", ON_COMPLETIONS),
+    Limit({"best_of": 2}, "best_of", "not supported yet"),
 ]
 
 
-def check_refused(
-    http: httpx.Client, path: str, body: dict[str, Any], param: str, words: str
-) -> None:
-    answer = http.post(path, json=body)
+@pytest.fixture(scope="module")
+def small() -> Iterator[HttpServer]:
+    with http_server(num_blocks=SMALL_POOL_TOKENS // 16 + 1) as server:
+        yield server
+
+
+def body_on(path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [USER], **fields} if path == CHAT else {"prompt": "one two", **fields}
+
+
+@pytest.mark.parametrize(
+    ("limit", "path"),
+    [(limit, path) for limit in LIMITS for path in limit.paths],
+    ids=lambda value: value.param if isinstance(value, Limit) else value.rpartition("/")[2],
+)
+def test_limits(http: httpx.Client, small: HttpServer, limit: Limit, path: str) -> None:
+    url = f"{small.url}{path}" if limit.is_small else path
+    answer = http.post(url, json=body_on(path, limit.fields))
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
-    assert error["param"] == param
-    assert words in error["message"]
+    assert error["param"] == limit.param
+    assert limit.words in error["message"]
     assert len(answer.content) < 2000
-
-
-@pytest.mark.parametrize(("fields", "param", "words"), REFUSED)
-def test_both_endpoints(http: httpx.Client, fields: dict[str, Any], param: str, words: str) -> None:
-    check_refused(http, COMPLETIONS, {"prompt": "one two", **fields}, param, words)
-    check_refused(http, CHAT, {"messages": [USER], **fields}, param, words)
-
-
-@pytest.mark.parametrize(("fields", "param", "words"), CHAT_REFUSED)
-def test_chat(http: httpx.Client, fields: dict[str, Any], param: str, words: str) -> None:
-    check_refused(http, CHAT, {"messages": [USER], **fields}, param, words)
-
-
-@pytest.mark.parametrize(("fields", "param", "words"), COMPLETION_REFUSED)
-def test_completions(http: httpx.Client, fields: dict[str, Any], param: str, words: str) -> None:
-    check_refused(http, COMPLETIONS, {"prompt": "one two", **fields}, param, words)
+    assert http.post(url, json=body_on(path, {"max_tokens": 2})).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -118,15 +231,15 @@ def test_completions(http: httpx.Client, fields: dict[str, Any], param: str, wor
         {"logprobs": None, "top_logprobs": 0, "n": 1, "user": "somebody"},
         {"logprobs": False, "functions": [], "best_of": 1, "bad_words": []},
         {"never_heard_of": {"a": [1]}, "stop": None, "stop_token_ids": []},
-        {"seed": -(2**63)},
+        {"seed": -(2**63), "echo": False, "priority": 0},
         {"temperature": 2, "top_p": 1, "top_k": 0, "min_p": 1},
     ],
 )
 def test_neutral_and_unknown_fields_are_no_error(
     http: httpx.Client, fields: dict[str, Any]
 ) -> None:
-    for path, body in ((COMPLETIONS, {"prompt": "one two"}), (CHAT, {"messages": [USER]})):
-        answer = http.post(path, json={**body, **fields})
+    for path in ON_BOTH:
+        answer = http.post(path, json=body_on(path, fields))
         assert answer.status_code == 200, answer.text
 
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from cluster.engine_client import EngineClient
-from cluster.http_app import HttpSettings
+from cluster.http_settings import HttpSettings
 from configs import load
 from scheduler.messages import InterruptionCause
 from tests.support.engine import LocalCalls

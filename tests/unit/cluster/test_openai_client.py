@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import httpx
 import openai
@@ -11,9 +12,30 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from cluster.asgi import KeyDigests
-from cluster.http_app import HttpSettings
+from cluster.http_settings import HttpSettings
 from configs import Config, SchedulerConfig
-from tests.support.http_server import MODEL, HttpServer, http_server
+from tests.support.http_server import MODEL, HttpServer, http_server, parrot
+from tests.support.parrot import Parrot
+
+
+@dataclass(slots=True)
+class Requests:
+    """How often a client asked, by its own record."""
+
+    num_sent: int = 0
+
+    def count(self, request: object) -> None:
+        self.num_sent += 1
+
+
+def client_of(server: HttpServer, requests: Requests, *, max_retries: int) -> OpenAI:
+    transport = openai.DefaultHttpxClient(event_hooks={"request": [requests.count]})
+    return OpenAI(
+        base_url=f"{server.url}/v1",
+        api_key="none",
+        http_client=transport,
+        max_retries=max_retries,
+    )
 
 
 @pytest.fixture
@@ -85,12 +107,17 @@ def test_models(client: OpenAI) -> None:
         client.models.retrieve("x")
 
 
-def test_mistakes_raise_the_clients_own_errors(client: OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="temperature must be at most 2") as caught:
-        client.completions.create(model=MODEL, prompt="x", temperature=3)
-    assert caught.value.param == "temperature"
-    with pytest.raises(openai.NotFoundError):
-        client.completions.create(model="x", prompt="x")
+def test_mistakes_raise_the_clients_own_errors_and_are_not_sent_again(server: HttpServer) -> None:
+    requests = Requests()
+    with client_of(server, requests, max_retries=2) as client:
+        with pytest.raises(openai.BadRequestError, match="temperature must be at most 2") as caught:
+            client.completions.create(model=MODEL, prompt="x", temperature=3)
+        assert caught.value.param == "temperature"
+        assert caught.value.request_id
+        with pytest.raises(openai.NotFoundError) as unknown:
+            client.completions.create(model="x", prompt="x")
+        assert unknown.value.code == "model_not_found"
+        assert requests.num_sent == 2
 
 
 def test_a_wrong_key() -> None:
@@ -103,6 +130,20 @@ def test_a_wrong_key() -> None:
             stranger.models.list()
         with OpenAI(base_url=f"{server.url}/v1", api_key="a-key") as friend:
             assert friend.models.list().data
+
+
+def test_async(server: HttpServer) -> None:
+    async def ask() -> None:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            answer = await client.chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": "one two"}], temperature=0
+            )
+            assert answer.choices[0].message.content == "one two"
+            assert (await client.models.retrieve(MODEL)).id == MODEL
+            with pytest.raises(openai.BadRequestError):
+                await client.completions.create(model=MODEL, prompt="x", n=0)
+
+    asyncio.run(ask())
 
 
 def test_many_at_once(server: HttpServer) -> None:
@@ -121,6 +162,29 @@ def test_many_at_once(server: HttpServer) -> None:
     texts = asyncio.run(ask_all())
     assert texts == [f"this is the request with number {number}" for number in range(40)]
     server.wait_idle()
+
+
+def test_a_fault_of_ours_is_sent_again() -> None:
+    model = parrot()
+    assert isinstance(model.worker, Parrot)
+    model.worker.fail_with = "the sampler met a number that is none"
+    requests = Requests()
+    with http_server(model=model) as server, client_of(server, requests, max_retries=1) as client:
+        with pytest.raises(openai.InternalServerError, match="met a number that is none"):
+            client.completions.create(model=MODEL, prompt="one")
+        assert requests.num_sent == 2
+        stream = client.completions.create(model=MODEL, prompt="one", stream=True)
+        with pytest.raises(openai.APIError, match="met a number that is none"):
+            list(stream)
+
+
+def test_an_engine_that_is_gone_is_an_internal_server_error() -> None:
+    requests = Requests()
+    with http_server() as server, client_of(server, requests, max_retries=0) as client:
+        server.run(lambda: server.engine.actor.give_up("the test pulled the plug"))
+        with pytest.raises(openai.InternalServerError, match="pulled the plug") as caught:
+            client.completions.create(model=MODEL, prompt="one")
+        assert caught.value.status_code == 503
 
 
 def test_the_client_tries_again_when_the_queue_is_full() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from cluster.chat_template import ChatTemplateError
+from cluster.chat_template import ChatTemplateError, Conversation
 from cluster.text import Detokenizer, TextCodec
 from tests.support.tokenizers import (
     CHAT_TEMPLATE,
@@ -146,7 +146,7 @@ def test_prompts_become_token_ids(model_directory: Path, executor: ThreadPoolExe
     codec = TextCodec.load(model_directory, executor)
     token_ids = asyncio.run(codec.encode(["one two", ""]))
     assert token_ids == [encode(byte_level(), "one two"), []]
-    assert codec.decode(token_ids[0]) == "one two"
+    assert asyncio.run(codec.decode(token_ids[0])) == "one two"
 
 
 def test_prompts_get_the_special_tokens_of_the_model(executor: ThreadPoolExecutor) -> None:
@@ -157,8 +157,11 @@ def test_prompts_get_the_special_tokens_of_the_model(executor: ThreadPoolExecuto
 
 def test_messages_become_token_ids(model_directory: Path, executor: ThreadPoolExecutor) -> None:
     codec = TextCodec.load(model_directory, executor)
-    token_ids = asyncio.run(codec.encode_chat([{"role": "user", "content": "one"}]))
-    assert codec.decode(token_ids) == "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    token_ids = asyncio.run(codec.encode_chat(Conversation([{"role": "user", "content": "one"}])))
+    assert (
+        asyncio.run(codec.decode(token_ids))
+        == "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert token_ids.count(IM_START_ID) == 2
 
 
@@ -174,8 +177,8 @@ def test_a_template_may_stand_in_the_tokenizer_config(
     settings["chat_template"] = named
     (model_directory / "tokenizer_config.json").write_text(json.dumps(settings))
     codec = TextCodec.load(model_directory, executor)
-    token_ids = asyncio.run(codec.encode_chat([{"role": "user", "content": "one"}]))
-    assert codec.decode(token_ids) == "<|im_start|>one<|im_end|>"
+    token_ids = asyncio.run(codec.encode_chat(Conversation([{"role": "user", "content": "one"}])))
+    assert asyncio.run(codec.decode(token_ids)) == "<|im_start|>one<|im_end|>"
 
 
 def test_a_model_without_a_template_takes_no_messages(
@@ -185,7 +188,7 @@ def test_a_model_without_a_template_takes_no_messages(
     codec = TextCodec.load(model_directory, executor)
     assert not codec.has_chat_template
     with pytest.raises(ChatTemplateError, match="use /v1/completions"):
-        asyncio.run(codec.encode_chat([{"role": "user", "content": "one"}]))
+        asyncio.run(codec.encode_chat(Conversation([{"role": "user", "content": "one"}])))
 
 
 def test_encoding_a_large_prompt_leaves_the_event_loop_alone(

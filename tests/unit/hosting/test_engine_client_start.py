@@ -13,6 +13,8 @@ from scheduler.messages import (
     PollAnswer,
     SubmitAnswer,
     SubmitRequest,
+    Tally,
+    TallyAnswer,
 )
 
 
@@ -29,6 +31,12 @@ class Calls:
         raise AssertionError
 
     async def end(self, message: EndRequest) -> None:
+        raise AssertionError
+
+    async def abort(self, ids: Sequence[str]) -> int:
+        raise AssertionError
+
+    async def exchange_counts(self, report: Tally) -> TallyAnswer:
         raise AssertionError
 
     async def reset_prefix_cache(self) -> None:

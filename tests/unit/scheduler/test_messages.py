@@ -10,6 +10,7 @@ import pytest
 
 from scheduler import errors, messages
 from scheduler.messages import (
+    AbortRequests,
     Accepted,
     BadRequest,
     Close,
@@ -112,9 +113,10 @@ EXAMPLES: tuple[Message, ...] = (
     USAGE,
     ROW,
     PromptLogprobs(1, (ROW, ROW)),
-    SubmitRequest("r", "client", PACKED, SAMPLING, 1.5, -3, "salt", PACKED, USAGE),
+    SubmitRequest("r", "client", PACKED, SAMPLING, 1.5, -3, "salt", PACKED, USAGE, "theirs"),
     SubmitRequests((SubmitRequest("r", "client", PACKED, SAMPLING, 1.5),)),
     EndRequest("r", EndReason.SLOW_CLIENT, 4),
+    AbortRequests(("cmpl-1", "theirs")),
     Unavailable("the workers are joining"),
     Accepted(),
     QueueFull("full"),

@@ -28,6 +28,7 @@ def test_a_preemption_is_billed_to_the_token() -> None:
         evictable_blocks=1,
         scratch_blocks=0,
         wanted_blocks=7,
+        epoch=driver.core.group.epoch,
     )
     assert values(driver)["preemptions_total"] == {"blocks": 1}
     assert values(driver)["preempted_tokens_held_total"] == {"blocks": 32}
