@@ -1,6 +1,7 @@
 """`GET /metrics`."""
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 
 from cluster.frontend import Frontend
 from cluster.metrics import Exposition
@@ -10,7 +11,9 @@ from configs.sections import MetricsCompat
 def metrics_routes(frontend: Frontend, compat: MetricsCompat) -> APIRouter:
     router = APIRouter(tags=["server"])
 
-    @router.get("/metrics")
+    content: dict[str, object] = {"application/openmetrics-text": {}}
+
+    @router.get("/metrics", response_class=PlainTextResponse, responses={200: {"content": content}})
     async def metrics(request: Request) -> Response:
         """For Prometheus: of all replicas together, whichever of them is asked."""
         engine = frontend.engine
