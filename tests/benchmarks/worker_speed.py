@@ -71,7 +71,10 @@ def main(
         table.add_column(column, justify="right")
     found = []
     for figure in figures(StepCost.of(model, spec), context, steps, prompt, chunk):
-        found.append((figure, measured(figure, subjects, rounds)))
+        seconds = measured(figure, subjects, rounds)
+        found.append((figure, seconds))
+        best = ", ".join(f"{name} {figure.show(min(one))}" for name, one in seconds.items())
+        console.print(f"{figure.what}: {best}")
         machine = machine.or_better(Machine.measured())
     for figure, seconds in found:
         table.add_row(figure.what, *cells(figure, machine, seconds))
