@@ -18,6 +18,7 @@ from cluster.errors import CommandError
 
 _OBJECT_STORE_BYTES = 256 << 20
 _SHUTDOWN_SECONDS = 20.0
+_CONNECT_SECONDS = 5.0
 
 # For a cluster of ours; whoever sets one of these means it.
 _ENVIRONMENT = {
@@ -108,6 +109,7 @@ def _at_most(seconds: float, last_act: Callable[[], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def joined_cluster(address: str) -> Iterator[None]:
     """A connection to the Ray cluster at `address`. Raises CommandError if there is none."""
+    _check_something_listens(address)
     if address in _noted_clusters():
         # It listens on the loopback interface, where Ray would not look for it by itself.
         _set_environment({})
@@ -116,14 +118,29 @@ def joined_cluster(address: str) -> Iterator[None]:
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise CommandError(
-            f"There is no Ray cluster to join at {address} ({str(error).splitlines()[0]}); start "
-            f"one with `ray start --head`, or leave --address out."
-        ) from error
+        raise _no_cluster(address, error) from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_something_listens(address: str) -> None:
+    """Raises CommandError if nothing does. Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if "//" in host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str, error: Exception) -> CommandError:
+    return CommandError(
+        f"There is no Ray cluster to join at {address} ({str(error).splitlines()[0]}); start one "
+        f"with `ray start --head`, or leave --address out."
+    )
 
 
 def _set_environment(more: Mapping[str, str]) -> None:
