@@ -15,6 +15,7 @@ from cluster.errors import EngineLostError
 from cluster.frontend import Frontend
 from cluster.http_app import build_http_app
 from cluster.http_settings import HttpSettings
+from cluster.logs import set_up_logging
 from cluster.sampling import SamplingDefaults, SeedSource
 from cluster.text import TextCodec
 from configs import ModelConfig
@@ -41,6 +42,7 @@ class IngressReplica:
     def __init__(self, spec: IngressSpec) -> None:
         # Its threads would fight with the workers for the cores; ours are enough.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        set_up_logging(spec.engine.config.server)
         self._spec = spec
         self._engine = connect(serve.get_replica_context().app_name, spec.engine)
         self._executor = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="text")

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from types import FrameType
 from typing import Annotated, Any
 
@@ -24,6 +25,14 @@ from cluster.local_ray import (
 from cluster.probe import Probe, ServerState
 from cluster.welcome import welcome
 from configs import Config, load, resolve
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
 
 DEFAULT_APP = "palimpsest"
 _READY_POLL_SECONDS = 0.2
@@ -50,6 +59,10 @@ def serve(
             "is started that ends with this command.",
         ),
     ] = None,
+    log_level: Annotated[
+        LogLevel | None,
+        typer.Option(help="Show what all processes log, from this level on."),
+    ] = None,
     name: Annotated[
         str, typer.Option(help="Name of the application, when there are several on a cluster.")
     ] = DEFAULT_APP,
@@ -73,6 +86,7 @@ def serve(
     given += [f"model.model={model}"] if model is not None else []
     given += [f"server.host={host}"] if host is not None else []
     given += [f"server.port={port}"] if port is not None else []
+    given += [f"server.log_level={log_level}"] if log_level is not None else []
     config = load(config_file, given).config
     resolve(config, "cpu")  # what is wrong everywhere is told before anything starts
     if address is not None and clusters_at(address) != [address]:
@@ -80,7 +94,7 @@ def serve(
             "The Ray cluster of this machine belongs to a `palimpsest serve` and ends with it: "
             "leave --address out, or start a cluster that stays with `ray start --head`."
         )
-    plan = _Plan(config, name, route_prefix, address)
+    plan = _Plan(config, name, route_prefix, address, shows_logs=log_level is not None)
     with contextlib.suppress(KeyboardInterrupt), _interrupts():
         _run(plan, Progress())
 
@@ -92,6 +106,7 @@ class _Plan:
     route_prefix: str
     address: str | None
     """None: on a cluster of its own."""
+    shows_logs: bool
 
 
 def _run(plan: _Plan, progress: Progress) -> None:
@@ -102,10 +117,10 @@ def _run(plan: _Plan, progress: Progress) -> None:
     with contextlib.ExitStack() as stack:
         if plan.address is None:
             with progress.step("Starting Ray"):
-                stack.enter_context(own_cluster(server.port))
+                stack.enter_context(own_cluster(server.port, shows_logs=plan.shows_logs))
         else:
             with progress.step(f"Joining the Ray cluster at {plan.address}"):
-                stack.enter_context(joined_cluster(plan.address))
+                stack.enter_context(joined_cluster(plan.address, shows_logs=plan.shows_logs))
         # Ray has handlers of its own, which end the process on the spot.
         stack.enter_context(_interrupts())
         stack.callback(_stop, plan, progress)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,11 @@ class App:
 
 
 @contextlib.contextmanager
-def deployed(name: str, port: int, *overrides: str) -> Iterator[App]:
+def deployed(
+    name: str, port: int, *overrides: str, environ: Mapping[str, str] | None = None
+) -> Iterator[App]:
     """An application at `/name`; Serve must listen on `port`. Its engine ends with it."""
-    config = load(overrides=overrides, environ={}).config
+    config = load(overrides=overrides, environ=environ or {}).config
     spec = EngineSpec.of(config)
     app = App(name, f"http://{HOST}:{port}/{name}", config, spec)
     try:
