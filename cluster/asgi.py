@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import secrets
+import time
 import uuid
 from collections.abc import Collection, Iterable, MutableMapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.api_errors import ApiError, AuthenticationError, BodyTooLargeError, our_fault
+from cluster.logs import REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,7 @@ MAX_BODY_BYTES = 16 << 20
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Probes and scrapers carry no keys."""
 
+_MAX_LOGGED_CHARACTERS = 100
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -66,12 +69,36 @@ class Guard:
             return
         request_id = _request_id(Headers(scope=scope).get("x-request-id"))
         scope["request_id"] = request_id
+        token = REQUEST_ID.set(request_id)
+        began_seconds = time.monotonic()
         answer = _Answer(send, request_id if self._sends_request_id else None)
         try:
             await self._app(scope, receive, answer)
         except Exception:
-            logger.exception("request %s failed", request_id)
+            logger.exception("the request failed")
             await answer.error(our_fault())
+        finally:
+            _log_answer(scope, answer.status, time.monotonic() - began_seconds)
+            REQUEST_ID.reset(token)
+
+
+def _log_answer(scope: Scope, status: int | None, seconds: float) -> None:
+    """`status` is None where the client went away first."""
+    path = scope["path"][:_MAX_LOGGED_CHARACTERS]
+    logger.log(
+        logging.DEBUG if path in OPEN_PATHS else logging.INFO,
+        "%s %s: %s after %.3f s",
+        scope["method"],
+        path,
+        status or "no answer",
+        seconds,
+        extra={
+            "method": scope["method"],
+            "path": path,
+            "status": status,
+            "seconds": round(seconds, 6),
+        },
+    )
 
 
 class Gate:
@@ -141,11 +168,12 @@ class _Answer:
     def __init__(self, send: Send, request_id: str | None) -> None:
         self._send = send
         self._request_id = request_id
-        self._is_begun = False
+        self.status: int | None = None
+        """None until an answer begins."""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._is_begun = True
+            self.status = message["status"]
             if self._request_id is not None:
                 message.setdefault("headers", [])
                 MutableHeaders(raw=message["headers"])["x-request-id"] = self._request_id
@@ -153,7 +181,7 @@ class _Answer:
 
     async def error(self, error: ApiError) -> None:
         """Answer with `error`, unless an answer has begun."""
-        if self._is_begun:
+        if self.status is not None:
             return
         headers = {"content-type": "application/json", **error.headers}
         await self(

@@ -9,7 +9,15 @@ from configs import Config, ServerConfig
 _LOADER = "worker.member:load_rank"
 
 # What of `server` an engine reads. The rest is the ingress's own affair, and holds keys.
-_SERVER_SETTINGS = ("drain_seconds", "group_start_seconds", "step_deadline_seconds")
+_SERVER_SETTINGS = (
+    "drain_seconds",
+    "group_start_seconds",
+    "log_format",
+    "log_level",
+    "step_deadline_seconds",
+)
+# Not worth another engine: its processes take them up when they start.
+_OF_NO_WEIGHT = {"server": {"log_format", "log_level"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,5 +44,5 @@ class EngineSpec:
     @property
     def fingerprint(self) -> str:
         """The same for specs that lead to the same engine."""
-        text = f"{self.loader} {self.config.model_dump_json()}"
+        text = f"{self.loader} {self.config.model_dump_json(exclude=_OF_NO_WEIGHT)}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -16,7 +16,7 @@ from cluster.frontend import Frontend
 from cluster.http_app import build_http_app
 from cluster.http_settings import HttpSettings
 from cluster.listening import take_over_ports
-from cluster.processes import set_up_logging
+from cluster.logs import set_up_logging
 from cluster.sampling import SamplingDefaults, SeedSource
 from cluster.text import TextCodec
 from configs import ModelConfig
@@ -43,7 +43,7 @@ class IngressReplica:
     """One replica. It is there at once unless it waits; `/ready` says how the engine is."""
 
     def __init__(self, spec: IngressSpec) -> None:
-        set_up_logging()
+        set_up_logging(spec.engine.config.server)
         # Its threads would fight with the workers for the cores; ours are enough.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         take_over_ports()

@@ -55,11 +55,14 @@ class NoClusterError(CommandError):
 
 
 @contextlib.contextmanager
-def own_cluster(http_port: int = 8000, *, num_replicas: int = 1) -> Iterator[None]:
+def own_cluster(
+    http_port: int = 8000, *, num_replicas: int = 1, shows_logs: bool = False
+) -> Iterator[None]:
     """Ray for this process and its children, on the loopback interface; nothing of it is left.
 
     A single ingress replica will listen on `http_port` itself; several stand behind Serve's proxy.
-    When this process dies in whatever way, the kernel ends Ray's processes too.
+    `shows_logs`: those of all processes, on stderr. When this process dies in whatever way, the
+    kernel ends Ray's processes too.
     """
     remove_remains()
     direct = {
@@ -74,7 +77,7 @@ def own_cluster(http_port: int = 8000, *, num_replicas: int = 1) -> Iterator[Non
         context = ray.init(
             address="local",
             include_dashboard=False,
-            log_to_driver=False,
+            log_to_driver=shows_logs,
             logging_level="ERROR",
             object_store_memory=_OBJECT_STORE_BYTES,
         )
@@ -127,7 +130,7 @@ def _at_most(seconds: float, last_act: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def joined_cluster(address: str) -> Iterator[None]:
+def joined_cluster(address: str, *, shows_logs: bool = False) -> Iterator[None]:
     """A connection to the Ray cluster at `address`. Raises NoClusterError if there is none."""
     _check_something_listens(address)
     if address in _noted_clusters():
@@ -138,7 +141,7 @@ def joined_cluster(address: str) -> Iterator[None]:
     import ray
 
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=shows_logs, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _no_cluster(address, error) from error
     try:

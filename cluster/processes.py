@@ -1,7 +1,6 @@
 """The actors as Ray runs them: a process each, with its logging and its place in the cluster."""
 
 import ctypes
-import logging
 import os
 import pkgutil
 import platform
@@ -9,6 +8,7 @@ import sys
 
 import ray
 
+from cluster.logs import set_up_logging
 from cluster.supervisor_view import Place
 from configs import Device, ResolvedConfig
 from scheduler.actor import SchedulerActor
@@ -25,11 +25,6 @@ def place_here() -> Place:
     )
 
 
-def set_up_logging() -> None:
-    """Info and above to stderr, which Ray collects and shows to the driver."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-
-
 def give_back_memory() -> None:
     """Let glibc return what it keeps, so that the size of an idle process says what it holds.
 
@@ -41,7 +36,7 @@ def give_back_memory() -> None:
 
 class SchedulerProcess(SchedulerActor):
     def __init__(self, config: ResolvedConfig) -> None:
-        set_up_logging()
+        set_up_logging(config.server)
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
         super().__init__(config, on_idle=give_back_memory)
 
@@ -52,7 +47,7 @@ class SchedulerProcess(SchedulerActor):
 class WorkerProcess(WorkerActor):
     def __init__(self, loader: str, config: ResolvedConfig, device: Device, rank: int) -> None:
         """`loader`: see `EngineSpec.loader`; what it imports is imported in this process only."""
-        set_up_logging()
+        set_up_logging(config.server)
         super().__init__(pkgutil.resolve_name(loader), config, device, rank)
 
     def place(self) -> Place:

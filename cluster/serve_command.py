@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from types import FrameType
 from typing import Annotated, Any
 
@@ -25,6 +26,14 @@ from cluster.probe import Probe, ServerState
 from cluster.welcome import welcome
 from configs import Config, check, load
 from configs.sections import MetricsCompat
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
 
 DEFAULT_APP = "palimpsest"
 _READY_POLL_SECONDS = 0.2
@@ -50,6 +59,10 @@ def serve(
             help="Ray cluster to run on; `auto` is the one on this machine. Without it a cluster "
             "is started that ends with this command.",
         ),
+    ] = None,
+    log_level: Annotated[
+        LogLevel | None,
+        typer.Option(help="Show what all processes log, from this level on."),
     ] = None,
     name: Annotated[
         str, typer.Option(help="Name of the application, when there are several on a cluster.")
@@ -81,6 +94,7 @@ def serve(
     given += [f"server.host={host}"] if host is not None else []
     given += [f"server.port={port}"] if port is not None else []
     given += [f"server.metrics_compat={metrics_compat}"] if metrics_compat is not None else []
+    given += [f"server.log_level={log_level}"] if log_level is not None else []
     config = load(config_file, given).config
     check(config)  # what is wrong everywhere is told before anything starts
     if address is not None and clusters_at(address) != [address]:
@@ -88,7 +102,7 @@ def serve(
             "The Ray cluster of this machine belongs to a `palimpsest serve` and ends with it: "
             "leave --address out, or start a cluster that stays with `ray start --head`."
         )
-    plan = _Plan(config, name, route_prefix, address)
+    plan = _Plan(config, name, route_prefix, address, shows_logs=log_level is not None)
     with contextlib.suppress(KeyboardInterrupt), _interrupts():
         _run(plan, Progress())
 
@@ -100,6 +114,7 @@ class _Plan:
     route_prefix: str
     address: str | None
     """None: on a cluster of its own."""
+    shows_logs: bool
 
 
 def _run(plan: _Plan, progress: Progress) -> None:
@@ -110,10 +125,13 @@ def _run(plan: _Plan, progress: Progress) -> None:
     with contextlib.ExitStack() as stack:
         if plan.address is None:
             with progress.step("Starting Ray"):
-                stack.enter_context(own_cluster(server.port, num_replicas=server.num_replicas))
+                cluster = own_cluster(
+                    server.port, num_replicas=server.num_replicas, shows_logs=plan.shows_logs
+                )
+                stack.enter_context(cluster)
         else:
             with progress.step(f"Joining the Ray cluster at {plan.address}"):
-                stack.enter_context(joined_cluster(plan.address))
+                stack.enter_context(joined_cluster(plan.address, shows_logs=plan.shows_logs))
         # Ray has handlers of its own, which end the process on the spot.
         stack.enter_context(_interrupts())
         stack.callback(_stop, plan, progress)

@@ -16,7 +16,7 @@ import ray
 
 from cluster.engine import Engine
 from cluster.engine_spec import EngineSpec
-from cluster.processes import set_up_logging
+from cluster.logs import set_up_logging
 from cluster.supervisor_view import AppStatus, EngineView
 from scheduler.messages import EngineInfo, EngineState
 
@@ -160,6 +160,7 @@ class Supervisor:
         )
 
     def _replace(self, spec: EngineSpec, reason: str) -> None:
+        set_up_logging(spec.config.server)
         self._spec = spec
         if self._replacing is None or self._replacing.done():
             self._replacing = asyncio.create_task(self._start_next(reason), name="replace")

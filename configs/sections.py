@@ -187,6 +187,11 @@ class ServerConfig(Section):
     step_deadline_seconds: float = Field(30, gt=0)
     """How long a step may take before its workers count as lost. Steps that are slow in general
     get more, and the first one of a new group has no limit."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least important lines that are logged. `info` has one line for each request, `debug`
+    also one for each probe."""
+    log_format: Literal["text", "json"] = "text"
+    """`json`: one object a line, with the id of the request."""
 
 
 class Config(Section):

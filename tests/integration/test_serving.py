@@ -205,7 +205,9 @@ def test_what_clients_send_and_get_is_in_no_log(port: int, model: Path) -> None:
     worker and of the scheduler."""
     overrides = (f"model.model={model}", "cache.num_blocks=13", "cache.block_size=8")
     headers = {"authorization": f"Bearer {API_KEY}"}
-    with deployed("canary", port, *overrides, api_key=API_KEY, loader=FAILING_LOADER) as app:
+    with deployed(
+        "canary", port, *overrides, environ={"PALIMPSEST_API_KEYS": API_KEY}, loader=FAILING_LOADER
+    ) as app:
         body = {
             "prompt": CANARY,
             "temperature": 0,

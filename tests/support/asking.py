@@ -23,6 +23,8 @@ class Answered:
     finishes: dict[int, str]
     usage: dict[str, Any]
     preemption: dict[str, Any] = field(default_factory=dict)
+    token_logprobs: list[float] = field(default_factory=list)
+    """Of the choices of a completion, one after the other, where there are any."""
 
     @property
     def content(self) -> tuple[object, ...]:
@@ -42,6 +44,7 @@ async def ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Ans
             {c["index"]: c.get("text") or c.get("message", {}).get("content", "") for c in choices},
             {c["index"]: c["finish_reason"] for c in choices},
             content["usage"],
+            {c["index"]: c["logprobs"] for c in choices if c["logprobs"]},
         )
     body = {**body, "stream_options": {"include_usage": True}}
     async with client.stream("POST", path, json=body) as answer:
@@ -49,11 +52,22 @@ async def ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Ans
         stream = Stream().read([line async for line in answer.aiter_lines()])
     assert stream.error is None, stream.error
     assert stream.usage is not None
-    return _answered(stream.texts, stream.finishes, stream.usage)
+    return _answered(stream.texts, stream.finishes, stream.usage, stream.logprobs)
 
 
-def _answered(texts: dict[int, str], finishes: dict[int, str], usage: dict[str, Any]) -> Answered:
-    return Answered(texts, finishes, usage, usage.get("preemption", {}))
+def _answered(
+    texts: dict[int, str],
+    finishes: dict[int, str],
+    usage: dict[str, Any],
+    logprobs: dict[int, dict[str, Any]],
+) -> Answered:
+    rated = [
+        logprob
+        for index in sorted(logprobs)
+        for logprob in logprobs[index].get("token_logprobs", ())
+        if logprob is not None
+    ]
+    return Answered(texts, finishes, usage, usage.get("preemption", {}), rated)
 
 
 def ask_all(

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,6 +24,8 @@ class LocalLink:
     epoch: int = 0
     step_seconds: float = 0.0
     num_steps: int = 0
+    on_plan: Callable[[StepPlan], None] = lambda plan: None
+    """Called on the thread that plans, which owns the core."""
     _answers: deque[tuple[float, WorkerMessage]] = field(default_factory=deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _woken: bool = False
@@ -39,6 +42,7 @@ class LocalLink:
 
     def publish(self, plan: StepPlan) -> None:
         self.num_steps += 1
+        self.on_plan(plan)
         result = self.worker.execute(plan)
         assert result is not None
         due_seconds = time.monotonic() + self.step_seconds

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,14 +78,17 @@ class App:
 
 @contextlib.contextmanager
 def deployed(
-    name: str, port: int, *overrides: str, api_key: str | None = None, **engine: Any
+    name: str,
+    port: int,
+    *overrides: str,
+    environ: Mapping[str, str] | None = None,
+    **engine: Any,
 ) -> Iterator[App]:
     """An application at `/name`; Serve must listen on `port`. Its engine ends with it.
 
     `engine` goes to `EngineSpec.of`.
     """
-    environment = {} if api_key is None else {"PALIMPSEST_API_KEYS": api_key}
-    config = load(overrides=overrides, environ=environment).config
+    config = load(overrides=overrides, environ=environ or {}).config
     spec = EngineSpec.of(config, **engine)
     app = App(name, f"http://{HOST}:{port}/{name}", config, spec)
     try:

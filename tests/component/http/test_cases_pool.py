@@ -183,15 +183,18 @@ def test_case_7_what_was_said_before_a_preemption_holds_after_it(
             {},
             {**seeded, "seed": 1},
             {**seeded, "seed": 2, "n": 2},
-            {"n": 2, "repetition_penalty": 1.2},
-            {**seeded, "seed": 3, "presence_penalty": 0.5},
+            {"n": 2, "repetition_penalty": 1.2, "logprobs": 2},
+            {**seeded, "seed": 3, "presence_penalty": 0.5, "logprobs": 0, "echo": True},
         )
     ]
-    expected = one_by_one(roomy, bodies)
+    expected = [ask_all(roomy.url, [(COMPLETIONS, body)])[0] for body in bodies]
     with squeezed(20) as server:
         answers = ask_all(server.url, [(COMPLETIONS, body) for body in bodies])
         server.wait_idle()
-    assert [answer.content for answer in answers] == expected
+    assert [answer.content for answer in answers] == [alone.content for alone in expected]
+    for answer, alone in zip(answers, expected, strict=True):
+        assert answer.token_logprobs == pytest.approx(alone.token_logprobs, abs=1e-4)
+        assert len(answer.token_logprobs) == len(alone.token_logprobs)
     preemptions = [answer.preemption for answer in answers if answer.preemption]
     assert sum(preemption["count"] for preemption in preemptions) >= 5
     assert sum(preemption["recomputed_tokens"] for preemption in preemptions) > 0

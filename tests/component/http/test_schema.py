@@ -9,6 +9,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
+from schemathesis.core.result import Ok
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -59,7 +60,10 @@ def check(case: Any) -> None:
 def check_all(server: HttpServer, **options: Any) -> None:
     """Draw requests for each operation: half of them as described, half nearly so."""
     description = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    operations = [found.ok() for found in description.get_all_operations()]
+    operations = []
+    for found in description.get_all_operations():
+        assert isinstance(found, Ok), found
+        operations.append(found.ok())
     assert {"/v1/completions", "/abort", "/health"} <= {operation.path for operation in operations}
     for operation in operations:
         for mode in GenerationMode:
