@@ -22,7 +22,8 @@ from typing import Any
 from tests.support.leftovers import Leftovers
 from tests.support.ray_cluster import set_environment
 
-HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+# Not 127.0.0.1, which Ray replaces by the address of the machine.
+HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 NUM_BLOCKS = 25
 _OBJECT_STORE_BYTES = 80 << 20
 _CPUS_OF_HEAD = 2
@@ -67,7 +68,12 @@ def three_nodes() -> Iterator[None]:
             cluster.add_node(
                 num_cpus=num_cpus, node_ip_address=host, include_dashboard=False, **common
             )
-        ray.init(address=cluster.address, namespace="tests", log_to_driver=False)
+        ray.init(
+            address=cluster.address,
+            namespace="tests",
+            log_to_driver=False,
+            _node_ip_address=HOSTS[0],
+        )
         yield
     finally:
         ray.shutdown()
