@@ -319,13 +319,14 @@ class EngineClient:
         if info.state is EngineState.STARTING and last.takes_requests:
             # All of it died; to its clients that is no other case than the death of a part.
             info = msgspec.structs.replace(info, state=EngineState.RECOVERING)
-        if info.state is EngineState.RECOVERING:
-            if last.state is not EngineState.RECOVERING:
-                self._recovering_since_seconds = time.monotonic()
-            if not info.max_model_len:  # nobody is there to say how large things are
-                info = msgspec.structs.replace(last, state=info.state, reason=info.reason)
+        if info.state is EngineState.RECOVERING and not info.max_model_len:
+            # Nobody is there to say how large things are.
+            state = EngineState.RECOVERING if last.max_model_len else EngineState.STARTING
+            info = msgspec.structs.replace(last, state=state, reason=info.reason)
         if info.state is not last.state:
             logger.info("engine is %s %s", info.state, info.reason)
+            if info.state is EngineState.RECOVERING:
+                self._recovering_since_seconds = time.monotonic()
         self._info = info
         has_gone = info.state is EngineState.DRAINING and self._is_lost
         if has_gone or info.state is EngineState.FAILED:
