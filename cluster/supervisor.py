@@ -136,9 +136,7 @@ class Supervisor:
     def _info(self) -> EngineInfo:
         if self._replacing is not None and not self._replacing.done():
             return EngineInfo(
-                EngineState.STARTING,
-                "the engine before this one is finishing its requests",
-                epoch=self._next_epoch,
+                EngineState.STARTING, "the engine before this one is finishing its requests"
             )
         if self._engine is None:
             return EngineInfo(EngineState.STARTING, "no engine has been asked for")
