@@ -64,8 +64,8 @@ def application(
 ) -> Application:
     """The application for `config`, over the engine that was made from it.
 
-    `waits_for_engine`: on a new cluster a replica takes part once the engine is ready, so that
-    Serve reports the application as running when it can answer.
+    `waits_for_engine`: a replica takes part once its engine has been ready, so that Serve reports
+    the application as running when it can answer.
     """
     server = config.server
     spec = IngressSpec(

@@ -118,19 +118,13 @@ class EngineClient:
         """The state that came with the last poll, at most a few seconds old. Costs nothing."""
         return self._info
 
-    async def wait_ready(self, timeout_seconds: float) -> EngineInfo:
-        """Wait until the engine is ready or has failed, at most `timeout_seconds`."""
+    async def wait_ready(self, timeout_seconds: float | None = None) -> EngineInfo:
+        """Wait until the engine is ready or has failed, at most `timeout_seconds` (None: on)."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 while self._info.state not in (EngineState.READY, EngineState.FAILED):
                     await self._next_change()
         return self._info
-
-    async def wait_first_engine(self) -> None:
-        """Wait until the first engine of the cluster has started or failed; later ones, which
-        take the place of one that answered, are not waited for."""
-        while self._info.state is EngineState.STARTING and self._info.epoch <= 0:
-            await self._next_change()
 
     def start(self) -> None:
         """Begin to poll. Safe to call again."""

@@ -72,7 +72,7 @@ class IngressReplica:
         """Serve replaces a replica whose engine is given up; the new one asks for a new engine."""
         if self._waits_for_engine:
             # Serve's first look, on which it sets no limit; the engine's start has its own.
-            await self._engine.wait_first_engine()
+            await self._engine.wait_ready()
             self._waits_for_engine = False
         info = self._engine.info()
         if info.state is EngineState.FAILED:

@@ -7,6 +7,7 @@ ending the application, also a killed machine, ends the engine too.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import time
@@ -36,7 +37,7 @@ class Supervisor:
         set_up_logging()
         self._app = app
         self._lease_seconds = lease_seconds
-        self._next_epoch = 0
+        self._epochs = itertools.count()
         self._spec: EngineSpec | None = None
         self._engine: Engine | None = None
         self._replacing: asyncio.Task[None] | None = None
@@ -135,19 +136,11 @@ class Supervisor:
     def _info(self) -> EngineInfo:
         if self._replacing is not None and not self._replacing.done():
             return EngineInfo(
-                EngineState.STARTING,
-                "the engine before this one is finishing its requests",
-                epoch=self._next_epoch,
+                EngineState.STARTING, "the engine before this one is finishing its requests"
             )
         if self._engine is None:
             return EngineInfo(EngineState.STARTING, "no engine has been asked for")
         return self._engine.info
-
-    def _take_epoch(self) -> int:
-        """Only rising, over all engines."""
-        epoch = self._next_epoch
-        self._next_epoch += 1
-        return epoch
 
     def _view(self) -> EngineView:
         is_replacing = self._replacing is not None and not self._replacing.done()
@@ -175,7 +168,7 @@ class Supervisor:
         assert self._spec is not None, "replace sets it"
         self._engine = Engine(
             self._spec,
-            next_epoch=self._take_epoch,
+            next_epoch=lambda: next(self._epochs),
             replicas=self._replicas,
             report=self._change,
         )

@@ -86,7 +86,7 @@ def test_its_steps_in_a_clean_venv(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     python = tmp_path / "venv" / "bin" / "python"
     (tmp_path / "requirements.txt").write_text("\n".join(requirements(tmp_path)))
-    pip = [python, "-m", "pip", "--quiet", "install", "--no-compile"]
+    pip = [str(python), "-m", "pip", "--quiet", "install", "--no-compile"]
     with_requirements = ["--constraint", "constraints.txt", "--requirement", "requirements.txt"]
     subprocess.run([*pip, *with_requirements], cwd=tmp_path, check=True)
     subprocess.run([*pip, "--no-deps", "."], cwd=tmp_path, check=True)

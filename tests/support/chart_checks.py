@@ -219,7 +219,7 @@ def pods_end_after_their_requests(chart: Rendered) -> None:
 @check
 def the_control_store_is_kept_where_asked(chart: Rendered) -> None:
     asked = chart.values["ray"]["gcsFaultTolerance"]
-    options = chart.cluster.get("gcsFaultToleranceOptions")
+    options = chart.cluster.get("gcsFaultToleranceOptions", {})
     if asked["backend"] == "redis":
         assert options["redisAddress"] == asked["redis"]["address"]
         assert (
@@ -227,7 +227,7 @@ def the_control_store_is_kept_where_asked(chart: Rendered) -> None:
             == (asked["redis"]["existingSecret"])
         )
     else:
-        assert (options is None) == (not asked["backend"])
+        assert options.get("backend", "") == asked["backend"]
 
 
 @check

@@ -60,7 +60,7 @@ class ChartNode:
         serve["http_options"] |= {"host": HOST, "port": self.ports[_SERVE_PORT]}
         file = self.folder / "serve.yaml"
         file.write_text(yaml.safe_dump(serve))
-        command = [_BIN / "serve", "deploy", file, "--address", self.dashboard]
+        command = [str(_BIN / "serve"), "deploy", str(file), "--address", self.dashboard]
         subprocess.run(command, env=self.variables, check=True, capture_output=True, timeout=60)
         deadline = time.monotonic() + _DEPLOY_SECONDS
         while (state := self._application())["status"] != "RUNNING":

@@ -44,14 +44,12 @@ def promtool() -> Path | None:
 
 def kubernetes_validate() -> Path:
     """A folder for PYTHONPATH, from which `kubernetes-validate` runs."""
-    folder = _fetched("kubernetes-validate-1.37.0", _fetch_validate)
-    assert folder is not None
-    return folder
+    return _fetched("kubernetes-validate-1.37.0", _fetch_validate)
 
 
-def _fetched(name: str, fetch: Callable[[Path], None]) -> Path | None:
+def _fetched(name: str, fetch: Callable[[Path], None]) -> Path:
     """The file or folder `name` in the cache, which `fetch` makes at the path that it is given."""
-    goal = platformdirs.user_cache_path("palimpsest") / "tools" / name
+    goal: Path = platformdirs.user_cache_path("palimpsest") / "tools" / name
     goal.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(goal.with_name(f".{name}.lock")):
         if not goal.exists():

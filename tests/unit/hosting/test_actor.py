@@ -192,6 +192,21 @@ async def test_a_newer_poll_sends_the_older_one_home() -> None:
 
 
 @runs
+async def test_an_engine_is_waited_for_without_a_limit() -> None:
+    """As replicas on Kubernetes do."""
+    actor = SchedulerActor(resolve(load(environ={}).config, "cpu"))
+    client = EngineClient(Calls(actor))
+    client.start()
+    waiting = asyncio.create_task(client.wait_ready())
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await actor.give_up("no model")
+    info = await asyncio.wait_for(waiting, 5)
+    assert (info.state, info.reason) == (EngineState.FAILED, "no model")
+    await client.close()
+
+
+@runs
 async def test_before_the_workers_are_there_nothing_is_taken_and_the_reason_is_told() -> None:
     config = resolve(load(environ={}).config, "cpu")
     actor = SchedulerActor(config)
