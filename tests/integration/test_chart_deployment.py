@@ -6,7 +6,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
