@@ -26,7 +26,7 @@ from tests.support.events import Stream
 from tests.support.tokenizers import byte_level
 
 HOST = "127.0.0.1"
-READY_SECONDS = 90.0
+READY_SECONDS = 180.0
 
 # Plain, and of few tokens: the small model knows no chats.
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
