@@ -27,7 +27,7 @@ from scheduler.messages import (
 from scheduler.status import Counters
 
 FAKE_LOADER = "tests.support.fake_rank:load_fake_rank"
-READY_SECONDS = 60.0
+READY_SECONDS = 180.0
 
 
 def fake_spec(*overrides: str) -> EngineSpec:

@@ -23,7 +23,7 @@ from scheduler.status import Counters
 from tests.support.engines import status_of, stop
 
 HOST = "127.0.0.1"
-READY_SECONDS = 90.0
+READY_SECONDS = 180.0
 
 
 def free_port() -> int:
