@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol
 
@@ -72,11 +73,13 @@ class EngineCalls(Protocol):
 class _Stream:
     """Deltas of one request that nobody has read yet."""
 
-    __slots__ = ("deltas", "is_ending", "unread_bytes", "unread_since_seconds")
+    __slots__ = ("_num_bytes", "_unread_bytes", "deltas", "is_ending", "unread_since_seconds")
 
     def __init__(self) -> None:
         self.deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()
-        self.unread_bytes = 0
+        self._num_bytes: deque[int] = deque()
+        """Of each unread delta."""
+        self._unread_bytes = 0
         self.unread_since_seconds = 0.0
         self.is_ending = False
         """Its reader is too slow, and the scheduler has been told."""
@@ -84,20 +87,24 @@ class _Stream:
     def put(self, delta: TokenDelta, now: float) -> None:
         if self.deltas.empty():
             self.unread_since_seconds = now
-        self.unread_bytes += _num_bytes(delta)
+        self._num_bytes.append(_num_bytes(delta))
+        self._unread_bytes += self._num_bytes[-1]
         self.deltas.put_nowait(delta)
 
     async def get(self) -> TokenDelta:
         delta = await self.deltas.get()
-        self.unread_bytes -= _num_bytes(delta)
+        self._unread_bytes -= self._num_bytes.popleft()
         self.unread_since_seconds = time.monotonic()
         return delta
 
     def is_stuck(self, now: float) -> bool:
-        if self.deltas.empty() or self.is_ending:
+        """The oldest delta does not count: it may be large by itself (the ratings of a long
+        prompt come at once), and its reader has had no chance before it came."""
+        if not self._num_bytes or self.is_ending:
             return False
         waited_seconds = now - self.unread_since_seconds
-        return self.unread_bytes > MAX_UNREAD_BYTES or waited_seconds > MAX_UNREAD_SECONDS
+        behind_bytes = self._unread_bytes - self._num_bytes[0]
+        return behind_bytes > MAX_UNREAD_BYTES or waited_seconds > MAX_UNREAD_SECONDS
 
 
 class EngineClient:

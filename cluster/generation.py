@@ -36,6 +36,7 @@ from scheduler.messages import (
 
 _MAX_RETRY_SECONDS = 60.0
 UNAVAILABLE_RETRY_SECONDS = 5.0
+_MAX_UNREAD_PIECES = 1024
 
 
 # A task that nobody holds may be collected before it is done.
@@ -60,7 +61,8 @@ class Generation:
         self._max_queue_seconds = max_queue_seconds
         self.place: Place | None = None
         """In the share that its API key has of the queue; left with the first token."""
-        self._queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        # Full, it keeps deltas at the engine client, which ends who does not read.
+        self._queue: asyncio.Queue[Piece | Exception] = asyncio.Queue(_MAX_UNREAD_PIECES)
         self._readers: list[asyncio.Task[None]] = []
         self._live: set[str] = set()
         """Request ids that the engine may still be working on."""
@@ -149,7 +151,7 @@ class Generation:
         try:
             async for delta in self._engine.stream(choice.request_id):
                 was_stopped = choice.is_stopped
-                self._queue.put_nowait(choice.read(delta))
+                await self._queue.put(choice.read(delta))
                 if delta.finish is not None:
                     self._live.discard(choice.request_id)
                 elif choice.is_stopped and not was_stopped:
@@ -157,7 +159,7 @@ class Generation:
                         EndRequest(choice.request_id, EndReason.STOP, choice.num_output_tokens)
                     )
         except Exception as error:
-            self._queue.put_nowait(error)
+            await self._queue.put(error)
 
 
 def refusal(admission: Admission, info: EngineInfo) -> ApiError:
