@@ -38,6 +38,7 @@ from scheduler.messages import (
 _MAX_RETRY_SECONDS = 60.0
 _REFUSALS = {BadRequest: "bad_request", NeverFits: "never_fits", QueueFull: "queue_full"}
 UNAVAILABLE_RETRY_SECONDS = 5.0
+_MAX_UNREAD_PIECES = 1024
 
 
 # A task that nobody holds may be collected before it is done.
@@ -67,7 +68,8 @@ class Generation:
         self._num_choices_per_prompt = num_choices_per_prompt
         self.place: Place | None = None
         """In the share that its API key has of the queue; left with the first token."""
-        self._queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        # Full, it keeps deltas at the engine client, which ends who does not read.
+        self._queue: asyncio.Queue[Piece | Exception] = asyncio.Queue(_MAX_UNREAD_PIECES)
         self._readers: list[asyncio.Task[None]] = []
         self._live: set[str] = set()
         """Request ids that the engine may still be working on."""
@@ -176,7 +178,7 @@ class Generation:
                 piece = choice.read(delta)
                 now = time.monotonic()
                 books.has_output(piece.num_output_tokens, now)
-                self._queue.put_nowait(piece)
+                await self._queue.put(piece)
                 if delta.finish is not None:
                     books.ended(piece.finish or ERROR, now)
                     self._live.discard(choice.request_id)
@@ -185,7 +187,7 @@ class Generation:
                         EndRequest(choice.request_id, EndReason.STOP, choice.num_output_tokens)
                     )
         except Exception as error:
-            self._queue.put_nowait(error)
+            await self._queue.put(error)
 
 
 def refusal(admission: Admission, info: EngineInfo) -> ApiError:

@@ -4,8 +4,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
@@ -24,6 +25,10 @@ from cluster.usage import UsageCount
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+W = TypeVar("W")
+
+# Writing the ratings of one token takes up to 0.1 ms.
+_MANY_RATED_TOKENS = 200
 
 
 def generation_routes(frontend: Frontend, settings: HttpSettings) -> APIRouter:
@@ -114,7 +119,9 @@ async def _whole(answering: _Answering, idle_seconds: float) -> bytes:
         for piece in pieces:
             answering.usage.add(piece)
             by_choice[piece.index].append(piece)
-    return answering.writer.whole([joined(pieces) for pieces in by_choice])
+    choices = [joined(pieces) for pieces in by_choice]
+    num_rated = sum(_num_rated(choice) for choice in choices)
+    return await _written(num_rated, answering.writer.whole, choices)
 
 
 async def _frames(
@@ -128,7 +135,8 @@ async def _frames(
             frames = b"" if pieces else KEEP_ALIVE
             for piece in pieces:
                 answering.usage.add(piece)
-                frames += answering.writer.chunks(piece, with_usage=with_usage)
+                chunks = partial(answering.writer.chunks, with_usage=with_usage)
+                frames += await _written(_num_rated(piece), chunks, piece)
             if frames:
                 yield frames
         if options is not None and options.include_usage:
@@ -139,6 +147,17 @@ async def _frames(
         logger.exception("a stream failed")
         yield frame(our_fault().body())
     yield DONE
+
+
+def _num_rated(piece: Piece) -> int:
+    return len(piece.logprobs) + len(piece.prompt_logprobs)
+
+
+async def _written(num_rated: int, write: Callable[[W], bytes], what: W) -> bytes:
+    """What `write` makes of `what`; in a thread when that takes long, so that others go on."""
+    if num_rated < _MANY_RATED_TOKENS:
+        return write(what)
+    return await asyncio.to_thread(write, what)
 
 
 class ClientGoneError(Exception):

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from array import array
+from collections import deque
 
 import msgspec
 
@@ -33,6 +34,7 @@ class RequestStream:
         "_deltas",
         "_lost_since_seconds",
         "_message",
+        "_num_bytes",
         "_num_losses",
         "_output_token_ids",
         "_unread_bytes",
@@ -54,6 +56,8 @@ class RequestStream:
         """Was sent, and is not answered yet."""
         self.is_finished = False
         self._deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()
+        self._num_bytes: deque[int] = deque()
+        """Of each unread delta."""
         self._unread_bytes = 0
         self._unread_since_seconds = 0.0
 
@@ -80,7 +84,8 @@ class RequestStream:
         self.is_finished = delta.finish is not None
         if self._deltas.empty():
             self._unread_since_seconds = now
-        self._unread_bytes += _num_bytes(delta)
+        self._num_bytes.append(_num_bytes(delta))
+        self._unread_bytes += self._num_bytes[-1]
         self._deltas.put_nowait(delta)
 
     # -- to the scheduler -----------------------------------------------------------------
@@ -124,16 +129,21 @@ class RequestStream:
 
     async def get(self) -> TokenDelta:
         delta = await self._deltas.get()
-        self._unread_bytes -= _num_bytes(delta)
+        self._unread_bytes -= self._num_bytes.popleft()
         self._unread_since_seconds = time.monotonic()
         return delta
 
     def is_stuck(self, now: float) -> bool:
-        """Its reader does not read, and it has not been ended for that yet."""
-        if self._deltas.empty() or self.end is not None:
+        """Its reader does not read, and it has not been ended for that yet.
+
+        The oldest delta does not count: it may be large by itself (the ratings of a long prompt
+        come at once), and its reader has had no chance before it came.
+        """
+        if not self._num_bytes or self.end is not None:
             return False
         waited_seconds = now - self._unread_since_seconds
-        return self._unread_bytes > MAX_UNREAD_BYTES or waited_seconds > MAX_UNREAD_SECONDS
+        behind_bytes = self._unread_bytes - self._num_bytes[0]
+        return behind_bytes > MAX_UNREAD_BYTES or waited_seconds > MAX_UNREAD_SECONDS
 
 
 def _num_bytes(delta: TokenDelta) -> int:

@@ -76,6 +76,7 @@ def test_case_15_many_bad_requests_and_a_good_one(solo: httpx.Client) -> None:
     whole(solo, COMPLETIONS, body_of(COMPLETIONS, "Once", max_tokens=2))
 
 
+@pytest.mark.full
 def test_case_16_health_answers_while_large_prompts_are_tokenized(
     solo: httpx.Client, roomy: HttpServer
 ) -> None:

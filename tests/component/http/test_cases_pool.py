@@ -143,7 +143,9 @@ def test_case_5_what_outgrows_the_pool_is_cut_or_refused(squeezed: TightServer) 
         server.wait_idle()
 
 
-@pytest.mark.parametrize("num_steps_later", range(0, 12, 3))
+@pytest.mark.parametrize(
+    "num_steps_later", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 6, 9))]
+)
 def test_case_6_a_request_that_ends_while_it_waits_for_its_context(
     roomy: HttpServer, squeezed: TightServer, num_steps_later: int
 ) -> None:

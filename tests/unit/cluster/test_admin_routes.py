@@ -87,7 +87,7 @@ def test_reset_prefix_cache(client: httpx.Client, managed: HttpServer) -> None:
         next(lines)
         refused = httpx.post(url, headers=ADMIN)
         assert refused.status_code == 400
-        assert "1 blocks are held by running requests" in refused.json()["error"]["message"]
+        assert "blocks are held by running requests" in refused.json()["error"]["message"]
         assert abort(managed, "theirs") == 1
         list(lines)
     managed.wait_idle()

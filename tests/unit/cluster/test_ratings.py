@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.asking import CHAT, COMPLETIONS, body_of, both, texts_of, whole
+from tests.support.asking import CHAT, COMPLETIONS, body_of, both, streamed, texts_of, whole
 from tests.support.http_server import HttpServer
 from tests.support.parrot import rate
 from tests.support.tokenizers import IM_END_ID
@@ -201,3 +201,18 @@ def test_a_prompt_is_truncated_to_leave_room_for_the_output(
     messages = [{"role": "user", "content": "one " * 3000}]
     body = {"messages": messages, "truncate_prompt_tokens": -1}
     assert whole(http, CHAT, body)["usage"]["prompt_tokens"] == 2047
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_ratings_of_a_long_prompt_are_no_sign_of_a_slow_client(
+    server: HttpServer, http: httpx.Client, stream: bool
+) -> None:
+    """They come at once, and are more than a client that does not read may leave unread."""
+    [token] = server.encode("on")
+    body = {"prompt": [token] * 2000, "max_tokens": 30, "prompt_logprobs": 20, "ignore_eos": True}
+    if stream:
+        found = streamed(http, COMPLETIONS, body)
+        assert (found.finishes, len(found.prompts[0]["prompt_logprobs"])) == ({0: "length"}, 2000)
+    else:
+        [choice] = whole(http, COMPLETIONS, body)["choices"]
+        assert (choice["finish_reason"], len(choice["prompt_logprobs"])) == ("length", 2000)
