@@ -171,6 +171,8 @@ def _problem(kind: str, detail: Mapping[str, Any]) -> str:
             return "must not be empty"
         case "string_unicode" | "not_unicode":
             return "holds half of a surrogate pair, which is no text"
+        case "too_many_parts":
+            return f"have {detail['msg']}"
         case "finite_number":
             return "must be a finite number"
         case "literal_error":

@@ -26,6 +26,11 @@ MAX_ABORTS = 1024
 MAX_MESSAGES = 1024
 MAX_PROMPT_BYTES = 4 << 20
 MAX_SHORT_CHARACTERS = 128
+# What would keep the event loop busy for long if there were more of them.
+MAX_PROMPT_TOKEN_IDS = 1 << 20
+MAX_LISTED_TOKEN_IDS = 1 << 18
+MAX_BIASES = 1 << 14
+MAX_CONTENT_PARTS = 4096
 
 
 class ApiModel(BaseModel):
@@ -64,15 +69,18 @@ def _prompt_kind(value: object) -> str:
     return "#texts" if isinstance(value, list) else "#text"
 
 
-TokenIds: TypeAlias = Annotated[list[int], Field(min_length=1)]
+TokenIds: TypeAlias = Annotated[list[int], Field(min_length=1, max_length=MAX_PROMPT_TOKEN_IDS)]
+Several = Field(min_length=1, max_length=MAX_SEQUENCES)
 Prompt: TypeAlias = Annotated[
     Annotated[Text, Tag("#text")]
-    | Annotated[list[Text], Field(min_length=1), Tag("#texts")]
+    | Annotated[list[Text], Several, Tag("#texts")]
     | Annotated[TokenIds, Tag("#token ids")]
-    | Annotated[list[TokenIds], Field(min_length=1), Tag("#token id lists")],
+    | Annotated[list[TokenIds], Several, Tag("#token id lists")],
     Discriminator(_prompt_kind),
 ]
 
+ListedTokenIds: TypeAlias = Annotated[list[int], Field(max_length=MAX_LISTED_TOKEN_IDS)]
+BadWord: TypeAlias = Annotated[ShortText, Field(min_length=1)]
 StopText: TypeAlias = Annotated[Text, Field(min_length=1)]
 Stop: TypeAlias = Annotated[
     Annotated[StopText, Tag("#text")]
@@ -102,7 +110,10 @@ class GenerationRequest(ApiModel):
     top_p: float | None = Field(None, gt=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)]
+        | None
+    ) = None
     """Token id (as a text, because JSON has no other keys) to what is added to its logit."""
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
     stop: Stop | None = None
@@ -112,12 +123,12 @@ class GenerationRequest(ApiModel):
     repetition_penalty: float | None = Field(None, gt=0)
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: ListedTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    bad_words: Annotated[list[StopText], Field(max_length=MAX_BAD_WORDS)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     """Words whose token sequences are never completed. Other tokens may still spell them."""
-    allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
+    allowed_token_ids: Annotated[ListedTokenIds, Field(min_length=1)] | None = None
     priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31)
     """Smaller is more urgent."""
     cache_salt: ShortText | None = None
@@ -197,7 +208,25 @@ class ChatMessage(ApiModel):
     ) = None
 
 
-Messages: TypeAlias = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+def _few_parts(value: object) -> object:
+    """Before the parts are looked at: each takes microseconds, and there may be a million."""
+    messages = value if isinstance(value, list) else []
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    if num_parts > MAX_CONTENT_PARTS:
+        raise PydanticCustomError(
+            "too_many_parts",
+            "{num_parts} content parts, of at most {limit} together",
+            {"num_parts": num_parts, "limit": MAX_CONTENT_PARTS},
+        )
+    return value
+
+
+Messages: TypeAlias = Annotated[
+    list[ChatMessage],
+    Field(min_length=1, max_length=MAX_MESSAGES),
+    BeforeValidator(_few_parts),
+]
 
 
 class TemplateFields(ApiModel):
@@ -259,7 +288,7 @@ class DetokenizeRequest(ApiModel):
     """Body of `POST /detokenize`."""
 
     model: Text | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(max_length=MAX_PROMPT_TOKEN_IDS)]
 
 
 class AbortRequest(ApiModel):

@@ -159,6 +159,10 @@ class TextCodec:
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return await self._in_thread(self._decode, token_ids, skip_special_tokens)
 
+    async def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as it stands in the vocabulary."""
+        return await self._in_thread(self._pieces, token_ids)
+
     def detokenizer(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> Detokenizer:
@@ -203,6 +207,9 @@ class TextCodec:
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def _pieces(self, token_ids: Sequence[int]) -> list[str]:
+        return [self.words.piece(token_id) for token_id in token_ids]
 
     async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(

@@ -1,8 +1,7 @@
 """Text to token ids and back, as the model sees it."""
 
-from typing import Any
-
-from fastapi import APIRouter
+import msgspec
+from fastapi import APIRouter, Response
 
 from cluster.api_errors import InvalidRequestError
 from cluster.frontend import Frontend, check_size
@@ -15,17 +14,18 @@ def token_routes(frontend: Frontend) -> APIRouter:
     codec = frontend.codec
 
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a text or a conversation."""
         frontend.check_model(body.model)
         token_ids = await _token_ids(frontend, body)
-        pieces = [codec.words.piece(token_id) for token_id in token_ids]
-        return {
+        answer = {
             "count": len(token_ids),
             "max_model_len": frontend.engine.info().max_model_len or None,
             "tokens": token_ids,
-            "token_strs": pieces if body.return_token_strs else None,
+            "token_strs": await codec.pieces(token_ids) if body.return_token_strs else None,
         }
+        # There may be a million of them, and FastAPI would look at each.
+        return Response(msgspec.json.encode(answer), media_type="application/json")
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:

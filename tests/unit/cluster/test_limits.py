@@ -102,9 +102,7 @@ LIMITS = [
         "258 sequences; one request may have 256",
         ON_COMPLETIONS,
     ),
-    Limit(
-        {"prompt": ["x"] * 257}, "prompt", "257 sequences; one request may have 256", ON_COMPLETIONS
-    ),
+    Limit({"prompt": ["x"] * 257}, "prompt", "at most 256 entries", ON_COMPLETIONS),
     # token ids
     Limit({"prompt": [5, 378]}, "prompt", "378; those of this model", ON_COMPLETIONS),
     Limit({"prompt": [5, -1]}, "prompt", "-1; those of this model", ON_COMPLETIONS),
@@ -153,6 +151,20 @@ LIMITS = [
     Limit({"bad_words": "x"}, "bad_words", "a list"),
     Limit({"cache_salt": "x" * 129}, "cache_salt", "at most 128 characters"),
     Limit({"priority": 5}, "priority", "riority is 5, but the scheduling policy is fcfs"),
+    # what would take long
+    Limit(
+        {"logit_bias": {str(i): 1 for i in range(16_385)}}, "logit_bias", "at most 16384 entries"
+    ),
+    Limit({"stop_token_ids": [5] * 262_145}, "stop_token_ids", "at most 262144 entries"),
+    Limit({"allowed_token_ids": [5] * 262_145}, "allowed_token_ids", "at most 262144 entries"),
+    Limit({"prompt": [5] * 1_048_577}, "prompt", "at most 1048576 entries", ON_COMPLETIONS),
+    Limit({"bad_words": ["x" * 129]}, "bad_words.0", "at most 128 characters"),
+    Limit(
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 4097}]},
+        "messages",
+        "messages have 4097 content parts, of at most 4096 together",
+        ON_CHAT,
+    ),
     # forms
     Limit({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
     Limit({"stream": "yes"}, "stream", "true or false"),
@@ -319,3 +331,30 @@ def test_a_body_over_the_limit(http: httpx.Client) -> None:
     chunks = (body[start : start + (1 << 20)] for start in range(0, len(body), 1 << 20))
     answer = http.post(COMPLETIONS, content=chunks, headers=headers)  # without a length
     assert answer.status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        (COMPLETIONS, b'"prompt": [' + b"1," * 2_500_000 + b"1]"),
+        (COMPLETIONS, b'"prompt": [' + b"[1]," * 1_000_000 + b"[1]]"),
+        (COMPLETIONS, b'"prompt": "x", "y": {' + b'"a":1,' * 700_000 + b'"b":1}'),
+        (CHAT, b'"messages": [' + b'{"role":1},' * 250_000 + b"{}]"),
+    ],
+)
+def test_bodies_of_too_many_parts_are_not_even_read(
+    http: httpx.Client, path: str, part: bytes
+) -> None:
+    """Reading them would stop everybody's streams for seconds."""
+    headers = {"content-type": "application/json"}
+    answer = http.post(path, content=b"{" + part + b"}", headers=headers)
+    assert answer.status_code == 413, answer.text[:200]
+    assert "too many parts" in answer.json()["error"]["message"]
+
+
+def test_a_text_of_4_megabytes_may_be_json_or_a_table(http: httpx.Client) -> None:
+    record = '{"name": "Lily", "age": 5, "likes": ["cats", "dogs"], "id": 12345678},\n'
+    for line in (record, "1.5,2.5,3.5,4.5\n", "def f(x: int) -> dict: return {x: [x]}\n"):
+        text = line * ((4 << 20) // len(line))
+        answer = http.post("/tokenize", json={"prompt": text})
+        assert answer.status_code == 200, answer.text[:200]
