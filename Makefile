@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 HARD_STOP_MINUTES ?= 40
 TEST_PROCESSES ?= auto
 
-PACKAGES := cluster worker scheduler configs tests
+PACKAGES := cluster worker scheduler configs helm tests
 # Bytecode comes with the first import, and only for what is imported: a quarter less to do.
 INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt
 HARD_STOP := $(if $(shell command -v timeout),timeout --kill-after=30 $(HARD_STOP_MINUTES)m)

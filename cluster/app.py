@@ -1,6 +1,11 @@
-"""The Serve application: `build_app` is what `serve run`, `serve build` and `serve deploy` call.
+"""The Serve application, as Ray Serve's own commands know it.
 
 serve run cluster.app:build_app model=smollm2-135m cache.num_blocks=4096
+serve build cluster.app:app -o app.yaml
+serve deploy app.yaml
+
+`build_app` takes arguments, also in a file for `serve deploy`; `app` is the application with all
+defaults, for `serve build`, which gives no arguments.
 """
 
 import json
@@ -15,12 +20,13 @@ from cluster.asgi import KeyDigests
 from cluster.engine_spec import EngineSpec
 from cluster.http_settings import HttpSettings
 from cluster.ingress import Ingress, IngressSpec
-from configs import Config, ConfigError, load
+from configs import Config, ConfigError, check, load
 from configs.settings import all_settings, sections
 
 # Serve's own limits, which would answer before ours do.
 _MAX_ONGOING_REQUESTS = 100_000
 _NO_LIMIT = -1
+_HEALTH_CHECK_SECONDS = 1.0
 
 _PATHS_OF_ARGUMENTS = "config, model, SECTION.KEY, or SECTION with keys in it"
 
@@ -33,17 +39,34 @@ def build_app(args: Mapping[str, Any]) -> Application:
     whoever builds the application. Raises ConfigError.
     """
     config = config_of(args)
-    return application(config, EngineSpec.of(config))
+    # Nobody else asks whether the engine is ready before requests are sent here.
+    return application(config, EngineSpec.of(config), waits_for_engine=True)
 
 
-def config_of(args: Mapping[str, Any]) -> Config:
-    """Raises ConfigError for arguments that are no settings."""
+def __getattr__(name: str) -> Application:
+    """`app` is made when it is asked for: who imports `build_app` does not want it."""
+    if name == "app":
+        return build_app({})
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def config_of(args: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Config:
+    """Raises ConfigError for arguments that are no settings, and for settings that no device
+    could be used with. `environ` defaults to the environment of the process."""
     path = args.get("config")
-    return load(Path(path) if path else None, list(_overrides(args))).config
+    config = load(Path(path) if path else None, list(_overrides(args)), environ).config
+    check(config)
+    return config
 
 
-def application(config: Config, engine: EngineSpec) -> Application:
-    """The application for `config`, over the engine that was made from it."""
+def application(
+    config: Config, engine: EngineSpec, *, waits_for_engine: bool = False
+) -> Application:
+    """The application for `config`, over the engine that was made from it.
+
+    `waits_for_engine`: a replica takes part once its engine has been ready, so that Serve reports
+    the application as running when it can answer.
+    """
     server = config.server
     spec = IngressSpec(
         engine=engine,
@@ -54,13 +77,19 @@ def application(config: Config, engine: EngineSpec) -> Application:
             allowed_origins=server.allowed_origins,
             max_waiting_requests=config.scheduler.max_waiting_requests,
             max_waiting_tokens=config.scheduler.max_waiting_tokens,
+            metrics_compat=server.metrics_compat,
         ),
         max_queue_seconds=server.max_queue_seconds,
+        max_recovery_seconds=server.max_recovery_seconds,
+        waits_for_engine=waits_for_engine,
     )
     deployment = Ingress.options(
+        num_replicas=server.num_replicas,
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
         max_queued_requests=_NO_LIMIT,
         graceful_shutdown_timeout_s=server.drain_seconds,
+        # A dead replica is missed at the next check, and until then nobody takes its place.
+        health_check_period_s=_HEALTH_CHECK_SECONDS,
         # A small machine must be able to hold the ingress beside its workers.
         ray_actor_options={"num_cpus": 0},
         logging_config={"enable_access_log": False},

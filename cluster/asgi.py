@@ -131,7 +131,9 @@ class Gate:
         headers = Headers(scope=scope)
         answer = _Answer(send, None)
         try:
-            scope["api_key"] = self._key_of(scope["path"], headers)
+            # Under a route prefix a path begins with it.
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            scope["api_key"] = self._key_of(path, headers)
             _check_length(headers)
             await self._app(scope, _Body(receive), answer)
         except ApiError as error:

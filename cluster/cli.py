@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from cluster.bench_command import bench
 from cluster.config_command import config
 from cluster.errors import CommandError
 from cluster.pull_command import pull
@@ -45,6 +46,7 @@ def _app() -> typer.Typer:
     app.command()(status)
     app.command()(stop)
     app.command()(pull)
+    app.command()(bench)
     app.command()(simulate)
     app.command()(config)
     return app

@@ -1,105 +1,114 @@
 """One engine: a scheduler and a group of workers, from their first process to their last.
 
-    reserve ─► start processes ─► load weights ─► join ─► run, until drained, lost or closed
+    reserve ─► start what is missing ─► load ─► join ─► run ─► lost ─► leave ─┐
+                        ▲─────────────────────────────────────────────────────┘
 
-An engine is never repaired: what is lost is lost for all of its requests.
+Whatever dies, the way is the same: the scheduler lets all that ran wait, the others leave their
+group, what died is replaced at its place, and a new group forms under the next epoch.
 """
 
 import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.death_log import MAX_DEATHS, WINDOW_SECONDS, DeathLog
 from cluster.engine_spec import EngineSpec
 from cluster.errors import EngineStartError
+from cluster.fault_counts import FaultCounts
 from cluster.link_choice import offer_link
-from cluster.placement import Placement, choose_device, reserve
-from cluster.processes import SchedulerProcess, WorkerProcess, place_here
-from cluster.supervisor_view import Place
+from cluster.placement import choose_device, reserve
+from cluster.ray_errors import sentence
+from cluster.scheduler_handle import SchedulerHandle
+from cluster.supervisor_view import Place, Recovery
+from cluster.worker_group import WorkerGroup
 from configs import Device, ResolvedConfig, resolve
-from configs.ranks import world_size
 from scheduler.actor import GroupSize
-from scheduler.messages import EngineInfo, EngineState, JoinGroup, WorkerHello, decode, encode
+from scheduler.messages import EngineInfo, EngineState, WorkerHello
 
 logger = logging.getLogger(__name__)
 
-_LEAVE_SECONDS = 2.0
-_LOOPBACK = "127.0.0.1"
-# Calls of these methods are for the device's one thread; all others answer at any time.
-_CONCURRENCY_GROUPS = {"device": 1}
-
-
-@dataclass(slots=True)
-class _Processes:
-    """What has been started so far, and must be ended."""
-
-    placement: Placement
-    workers: list[Any] = field(default_factory=list)
-    scheduler: Any = None
-    runs: list[asyncio.Future[Any]] = field(default_factory=list)
-    """Of each rank the call that ends with its epoch, or with its process."""
+_NUM_RECOVERIES = 64
+_DRAIN_TICK_SECONDS = 0.1
 
 
 class Engine:
-    def __init__(self, spec: EngineSpec, *, epoch: int, report: Callable[[], None]) -> None:
-        """`report` is called whenever `info` or `scheduler` has changed."""
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        next_epoch: Callable[[], int],
+        replicas: Callable[[], Collection[str]],
+        report: Callable[[], None],
+    ) -> None:
+        """`next_epoch` hands out epochs, `replicas` tells the ids of the ingress replicas there
+        are, `report` is called whenever `info` or `scheduler` has changed."""
         self.spec = spec
-        self.epoch = epoch
-        self.info = EngineInfo(EngineState.STARTING, "the engine is being started")
+        self._next_epoch = next_epoch
+        self._replicas = replicas
         self._report = report
-        self._processes: _Processes | None = None
-        self._is_closing = False
+        self.info = EngineInfo(EngineState.STARTING, "the engine is being started")
+        self.recoveries: deque[Recovery] = deque(maxlen=_NUM_RECOVERIES)
+        """The last ones, in order."""
+        self.num_recoveries = 0
+        self.scheduler_place: Place | None = None
+        self.places: tuple[Place, ...] = ()
+        """Of all ranks. As of the last group that formed."""
+        self.faults = FaultCounts()
+        self._epoch = -1
+        self._drain_reason = ""
+        self._deaths = DeathLog()
+        self._scheduler = SchedulerHandle()
+        self._workers: WorkerGroup | None = None
+        self._running: asyncio.Task[None] | None = None
 
     @property
     def scheduler(self) -> Any:
         """The handle of the scheduler actor once requests may go there, else None."""
-        processes = self._processes
-        has_begun = self.info.state in (EngineState.READY, EngineState.DRAINING)
-        return processes.scheduler if processes is not None and has_begun else None
+        return self._scheduler.actor if self._scheduler.has_begun else None
 
-    async def run(self) -> None:
-        """Start, and watch until the engine is lost. Raises nothing: `info` says what became."""
-        try:
-            reason = await self._start_and_watch()
-        except asyncio.CancelledError:
-            raise
-        except ray.exceptions.RayTaskError as error:
-            reason = _sentence(error.cause)
-        except ray.exceptions.RayActorError:
-            reason = "a process of the engine died while it was being started"
-        except TimeoutError:
-            limit_seconds = self.spec.config.server.group_start_seconds
-            reason = (
-                f"the workers were not ready after {limit_seconds:.0f} s: raise "
-                f"server.group_start_seconds if they only need longer"
-            )
-        except Exception as error:
-            logger.exception("the engine cannot start")
-            reason = _sentence(error)
-        if not self._is_closing:
-            logger.error("engine of epoch %d: %s", self.epoch, reason)
-            self._set_info(EngineState.FAILED, reason)
-            await self._fail(reason)
+    @property
+    def scheduler_id(self) -> str:
+        """Another one for each scheduler."""
+        return self._scheduler.id
+
+    def start(self) -> None:
+        """Begin; `info` says how far things are, and what became of them."""
+        self._running = asyncio.create_task(self._run(), name="engine")
 
     async def drain(self, reason: str, timeout_seconds: float) -> None:
         """Take nothing new; returns when everything has ended, or after `timeout_seconds`."""
-        if self.info.state is not EngineState.READY or self._processes is None:
+        if not self.info.takes_requests:
             return
-        self._set_info(EngineState.DRAINING, reason)
-        with contextlib.suppress(TimeoutError, ray.exceptions.RayActorError):
+        self._drain_reason = reason
+        self._set_info(self.info.state)
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
-                await self._processes.scheduler.drain.remote(reason)
+                while self.info.state is EngineState.DRAINING:
+                    with contextlib.suppress(ray.exceptions.RayActorError):
+                        if self.scheduler is not None:
+                            await self.scheduler.drain.remote(reason)
+                            return
+                    await asyncio.sleep(_DRAIN_TICK_SECONDS)  # another one is on its way
 
     async def close(self) -> None:
         """End every process and give the resources back. Safe to call again."""
-        self._is_closing = True
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
         await self._end_processes()
+
+    async def forget(self, client_id: str) -> None:
+        """An ingress replica is gone for good: end its requests."""
+        if self.scheduler is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                await self.scheduler.forget.remote(client_id)
 
     async def status(self) -> Any:
         """The scheduler's status, or None while it cannot be asked."""
@@ -107,19 +116,23 @@ class Engine:
             return None
         return await self.scheduler.status.remote()
 
-    async def places(self) -> tuple[Place | None, list[Place]]:
-        """Of the scheduler, and of all ranks, as far as they have been started."""
-        processes = self._processes
-        if processes is None or processes.scheduler is None:
-            return None, []
-        scheduler, *workers = await asyncio.gather(
-            *(actor.place.remote() for actor in (processes.scheduler, *processes.workers))
-        )
-        return scheduler, workers
+    # -- life ----------------------------------------------------------------------------
 
-    # -- start ---------------------------------------------------------------------------
+    async def _run(self) -> None:
+        try:
+            await self._live()
+        except Exception as error:
+            reason = self._told(error)
+            if not isinstance(error, EngineStartError | ray.exceptions.RayError | TimeoutError):
+                logger.exception("the engine cannot go on")
+            logger.error("engine of epoch %d: %s", self._epoch, reason)
+            self._set_info(EngineState.FAILED, reason)
+            await self._scheduler.give_up(reason)
+            if self._workers is not None:
+                await self._workers.close()
 
-    async def _start_and_watch(self) -> str:
+    async def _live(self) -> None:
+        """Start, and mend what is lost, for as long as that makes sense."""
         config = self.spec.config
         device = choose_device(config.parallel)
         resolved = _with_hash_seed(resolve(config, device))
@@ -130,123 +143,152 @@ class Engine:
                 timeout_seconds=config.server.group_start_seconds,
                 report=lambda lacking: self._set_info(EngineState.STARTING, lacking),
             )
-            processes = self._processes = _Processes(placement)
-            self._start_processes(processes, resolved, device)
-            await self._load(processes.workers)
-            await self._form_group(processes, resolved, device)
-        self._set_info(EngineState.READY)
-        return await _first_loss(processes)
+            self._workers = WorkerGroup(placement, self.spec.loader, resolved, device)
+            await self._form(self._workers, resolved, device)
+        while True:
+            reason = await self._first_loss(self._workers)
+            await self._recover(self._workers, resolved, device, reason)
 
-    def _start_processes(
-        self, processes: _Processes, config: ResolvedConfig, device: Device
+    async def _recover(
+        self, workers: WorkerGroup, config: ResolvedConfig, device: Device, reason: str
     ) -> None:
-        beside_me = NodeAffinitySchedulingStrategy(place_here().node_id, soft=True)
-        processes.scheduler = (
-            ray.remote(SchedulerProcess)
-            .options(
-                num_cpus=0,
-                max_concurrency=10_000,
-                scheduling_strategy=beside_me,
-                # Ray would note every call of every replica.
-                enable_task_events=False,
-            )
-            .remote(config)
-        )
-        worker = ray.remote(concurrency_groups=_CONCURRENCY_GROUPS)(WorkerProcess)
-        for rank in range(world_size(config.parallel)):
-            options = processes.placement.options_of(rank)
-            handle = worker.options(max_restarts=0, **options)
-            processes.workers.append(handle.remote(self.spec.loader, config, device, rank))
+        """Form another group, in as many attempts as it takes.
 
-    async def _load(self, workers: Sequence[Any]) -> None:
-        self._set_info(EngineState.STARTING, f"{len(workers)} workers are loading the model")
-        loads = [_on_device(worker, "load") for worker in workers]
-        for num_ready, load in enumerate(asyncio.as_completed(loads), 1):
-            await load
-            self._set_info(
-                EngineState.STARTING,
-                f"{len(workers)} workers are loading the model, {num_ready} of them are ready",
-            )
-
-    async def _form_group(
-        self, processes: _Processes, config: ResolvedConfig, device: Device
-    ) -> None:
-        workers, scheduler = processes.workers, processes.scheduler
-        places = await asyncio.gather(
-            scheduler.place.remote(), *(worker.place.remote() for worker in workers)
-        )
-        is_local = len({place.node_id for place in places}) == 1
-        link = offer_link(config.parallel, len(workers), None if is_local else places[0].host)
-        address = await scheduler.open_link.remote(link.of_scheduler)
-        store_host = _LOOPBACK if is_local else places[1].host
-        ports = range(config.parallel.first_port, config.parallel.last_port + 1)
-        store_port = await workers[0].listen.remote(store_host, ports)
-        joins = [
-            encode(
-                JoinGroup(
-                    epoch=self.epoch,
-                    rank=rank,
-                    host=_LOOPBACK if is_local else place.host,
-                    store_host=store_host,
-                    store_port=store_port,
-                    store_prefix=f"epoch-{self.epoch}",
+        Raises EngineStartError when it is given up.
+        """
+        noticed_seconds, first_reason = time.time(), reason
+        while True:
+            self._set_info(EngineState.RECOVERING, reason)
+            loss = await self._scheduler.lose(self._epoch, reason)
+            num_steps = await workers.leave()
+            if loss is not None:
+                noticed_seconds = min(noticed_seconds, loss.lost_seconds)
+                num_steps = loss.num_steps
+            left_seconds = time.time()
+            self._deaths.died(time.monotonic(), after_a_step=num_steps > 0)
+            if self._deaths.is_hopeless:
+                raise EngineStartError(
+                    f"given up after {MAX_DEATHS} deaths in {WINDOW_SECONDS / 60:.0f} minutes "
+                    f"without a step in between; the last one: {reason}"
                 )
+            await asyncio.sleep(self._deaths.pause_seconds)
+            try:
+                async with asyncio.timeout(config.server.group_start_seconds):
+                    new, loaded_seconds = await self._form(workers, config, device)
+            except Exception as error:
+                reason = self._told(error)
+                logger.warning("epoch %d could not begin: %s", self._epoch, reason)
+                continue
+            recovery = Recovery(
+                epoch=self._epoch,
+                reason=first_reason,
+                replaced=new,
+                noticed_seconds=noticed_seconds,
+                left_seconds=left_seconds,
+                loaded_seconds=loaded_seconds,
+                joined_seconds=time.time(),
             )
-            for rank, place in enumerate(places[1:])
-        ]
-        answers = await asyncio.gather(
-            *(_on_device(worker, "join", join) for worker, join in zip(workers, joins, strict=True))
-        )
-        hellos = [decode(data, WorkerHello) for data in answers]
-        size = group_size(hellos, config, device)
-        processes.runs = [
-            _on_device(worker, "run", link.of_worker(rank, address))
-            for rank, worker in enumerate(workers)
-        ]
-        begun = asyncio.ensure_future(_as_coroutine(scheduler.begin.remote(self.epoch, size)))
-        # A rank that fails before it has joined would be waited for in vain.
-        lost = asyncio.ensure_future(_first_loss(processes))
-        await asyncio.wait({begun, lost}, return_when=asyncio.FIRST_COMPLETED)
-        if not begun.done():
-            begun.cancel()
-            raise EngineStartError(lost.result())
-        lost.cancel()
-        await begun
-
-    async def _fail(self, reason: str) -> None:
-        """End the group. The scheduler stays until `close`, to tell its clients."""
-        processes = self._processes
-        if processes is None:
+            logger.info("recovered: %s", recovery)
+            self.recoveries.append(recovery)
+            self.num_recoveries += 1
+            self.faults.recovered(recovery.joined_seconds - recovery.noticed_seconds)
+            await self._scheduler.tell(self.faults.report())
             return
-        if processes.scheduler is not None:
-            with contextlib.suppress(ray.exceptions.RayError):
-                await processes.scheduler.give_up.remote(reason)
-        await _end_workers(processes)
+
+    async def _form(
+        self, workers: WorkerGroup, config: ResolvedConfig, device: Device
+    ) -> tuple[tuple[str, ...], float]:
+        """Start what is missing, and let a group form under the next epoch.
+
+        Which processes are new, and when the model was loaded everywhere.
+        """
+        self._epoch = self._next_epoch()
+        new = [] if self._scheduler.is_there else ["scheduler"]
+        self._scheduler.start_if_missing(config)
+        new += [f"worker {rank}" for rank in workers.start_missing()]
+        state = self._state_while_forming
+        if state is EngineState.RECOVERING:
+            self.faults.restarted(new)
+        await workers.load(
+            lambda num_ready: self._set_info(state, _loading(workers.num_ranks, num_ready))
+        )
+        loaded_seconds = time.time()
+        scheduler_place, places = await asyncio.gather(
+            self._scheduler.actor.place.remote(), workers.places()
+        )
+        self.scheduler_place, self.places = scheduler_place, tuple(places)
+        is_local = {place.node_id for place in places} == {scheduler_place.node_id}
+        link = offer_link(
+            config.parallel, workers.num_ranks, None if is_local else scheduler_place.host
+        )
+        address = await self._scheduler.actor.open_link.remote(link.of_scheduler)
+        hellos = await workers.join(self._epoch, places, is_local=is_local)
+        size = group_size(hellos, config, device)
+        workers.run(link, address)
+        await self._begin(workers, size)
+        self._set_info(EngineState.READY)
+        return tuple(new), loaded_seconds
+
+    async def _begin(self, workers: WorkerGroup, size: GroupSize) -> None:
+        """Let the scheduler plan. Raises EngineStartError if a rank fails before all are there."""
+        begun = asyncio.ensure_future(self._scheduler.begin(self._epoch, size, self._replicas()))
+        # A rank that fails before it has joined would be waited for in vain.
+        ended = asyncio.ensure_future(workers.first_end())
+        try:
+            await asyncio.wait({begun, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not begun.done():
+                raise EngineStartError(ended.result())
+            await begun
+        finally:
+            begun.cancel()
+            ended.cancel()
+            await asyncio.gather(begun, ended, return_exceptions=True)
+
+    async def _first_loss(self, workers: WorkerGroup) -> str:
+        """Wait until any process of the group is lost; the reason."""
+        worker = asyncio.ensure_future(workers.first_end())
+        scheduler = asyncio.ensure_future(self._scheduler.wait_lost(self._epoch))
+        try:
+            await asyncio.wait({worker, scheduler}, return_when=asyncio.FIRST_COMPLETED)
+            return scheduler.result() if scheduler.done() else worker.result()
+        finally:
+            worker.cancel()
+            scheduler.cancel()
+            await asyncio.gather(worker, scheduler, return_exceptions=True)
 
     async def _end_processes(self) -> None:
-        processes, self._processes = self._processes, None
-        if processes is None:
-            return
-        await _end_workers(processes)
-        if processes.scheduler is not None:
-            ray.kill(processes.scheduler)
+        if self._workers is not None:
+            await self._workers.close()
+        self._scheduler.kill()
+
+    # -- what is told --------------------------------------------------------------------
+
+    @property
+    def _state_while_forming(self) -> EngineState:
+        is_first = self.info.state is EngineState.STARTING
+        return EngineState.STARTING if is_first else EngineState.RECOVERING
 
     def _set_info(self, state: EngineState, reason: str = "") -> None:
-        self.info = EngineInfo(state, reason, epoch=self.epoch)
+        if self._drain_reason and state in (EngineState.READY, EngineState.RECOVERING):
+            state, reason = EngineState.DRAINING, self._drain_reason
+        self.info = EngineInfo(state, reason, epoch=self._epoch)
         self._report()
 
+    def _told(self, error: Exception) -> str:
+        if isinstance(error, ray.exceptions.RayActorError):
+            return "a process of the engine died while it was being started"
+        if isinstance(error, TimeoutError):
+            limit_seconds = self.spec.config.server.group_start_seconds
+            return (
+                f"the workers were not ready after {limit_seconds:.0f} s: raise "
+                f"server.group_start_seconds if they only need longer"
+            )
+        return sentence(error)
 
-async def _end_workers(processes: _Processes) -> None:
-    """End all ranks and give their resources back. Safe to call again."""
-    workers, processes.workers = processes.workers, []
-    # Let ranks go in order first: they own memory that outlives a killed process.
-    for worker in workers:
-        worker.leave.remote()
-    if processes.runs:
-        await asyncio.wait(processes.runs, timeout=_LEAVE_SECONDS)
-    for worker in workers:
-        ray.kill(worker)  # no error if it is dead already
-    processes.placement.remove()
+
+def _loading(num_ranks: int, num_ready: int) -> str:
+    ready = f", {num_ready} of them are ready" if num_ready else ""
+    return f"{num_ranks} workers are loading the model{ready}"
 
 
 def group_size(hellos: Sequence[WorkerHello], config: ResolvedConfig, device: Device) -> GroupSize:
@@ -289,38 +331,3 @@ def _with_hash_seed(config: ResolvedConfig) -> ResolvedConfig:
         return config
     cache = config.cache.model_copy(update={"hash_seed": secrets.randbits(64)})
     return config.model_copy(update={"cache": cache})
-
-
-def _on_device(worker: Any, method: str, *arguments: Any) -> asyncio.Future[Any]:
-    """Call a method on the device's own thread."""
-    reference = getattr(worker, method).options(concurrency_group="device").remote(*arguments)
-    return asyncio.ensure_future(_as_coroutine(reference))
-
-
-async def _first_loss(processes: _Processes) -> str:
-    """Wait until any process of the group is lost; the reason."""
-    loss = asyncio.ensure_future(_as_coroutine(processes.scheduler.wait_lost.remote()))
-    try:
-        await asyncio.wait({loss, *processes.runs}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        loss.cancel()
-    for rank, run in enumerate(processes.runs):
-        if run.done():
-            return f"worker {rank} is lost: {_sentence(run.exception())}"
-    if loss.exception() is None:
-        return str(loss.result())
-    return f"the scheduler is lost: {_sentence(loss.exception())}"
-
-
-async def _as_coroutine(reference: Any) -> Any:
-    return await reference
-
-
-def _sentence(error: BaseException | None) -> str:
-    if error is None:
-        return "it ended"
-    if isinstance(error, ray.exceptions.RayTaskError):
-        return _sentence(error.cause)
-    if isinstance(error, ray.exceptions.RayActorError):
-        return "its process died"
-    return f"{error}" or type(error).__name__

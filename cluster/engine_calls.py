@@ -22,6 +22,8 @@ from scheduler.messages import (
     SubmitAnswer,
     SubmitRequest,
     SubmitRequests,
+    Tally,
+    TallyAnswer,
     decode,
     decode_submit_answer,
     encode,
@@ -30,7 +32,7 @@ from scheduler.messages import (
 logger = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 0.2
-_LOST = "the scheduler died; the requests it had accepted are lost"
+_LOST = "the scheduler died and is being replaced"
 _REPLACED = "another configuration has been deployed in the place of this one"
 
 
@@ -44,8 +46,8 @@ class RayEngineCalls:
         self._supervisor: Any = None
         self._view: EngineView | None = None
         self._scheduler: Any = None
-        self._epoch = -1
-        self._lost_epoch = -1
+        self._scheduler_id = ""
+        self._lost_id = ""
         """Of the last scheduler that died under us; the supervisor may not know yet."""
         self._watcher: asyncio.Task[None] | None = None
 
@@ -63,8 +65,15 @@ class RayEngineCalls:
         data = await self._call("submit", encode(SubmitRequests(tuple(messages))))
         return decode_submit_answer(data)
 
+    async def resume(self, client_id: str, messages: Sequence[SubmitRequest]) -> SubmitAnswer:
+        data = await self._call("resume", client_id, encode(SubmitRequests(tuple(messages))))
+        return decode_submit_answer(data)
+
     async def end(self, message: EndRequest) -> None:
         await self._call("end", encode(message))
+
+    async def exchange_counts(self, report: Tally) -> TallyAnswer:
+        return decode(await self._call("exchange_counts", encode(report)), TallyAnswer)
 
     async def abort(self, ids: Sequence[str]) -> int:
         num_ended: int = await self._call("abort", encode(AbortRequests(tuple(ids))))
@@ -98,7 +107,7 @@ class RayEngineCalls:
             except ray.exceptions.RayActorError as error:
                 if self._scheduler is scheduler:
                     self._scheduler = None
-                    self._lost_epoch = self._epoch
+                    self._lost_id = self._scheduler_id
                 raise EngineLostError(_LOST) from error
 
     def _info(self) -> EngineInfo:
@@ -108,8 +117,8 @@ class RayEngineCalls:
             return EngineInfo(EngineState.STARTING, "the supervisor has not answered yet")
         if view.fingerprint != self._spec.fingerprint:
             return EngineInfo(EngineState.DRAINING, _REPLACED)
-        if view.info.epoch == self._lost_epoch and view.info.state is not EngineState.STARTING:
-            return EngineInfo(EngineState.FAILED, _LOST)
+        if view.scheduler_id == self._lost_id and view.info.is_ready:
+            return EngineInfo(EngineState.RECOVERING, _LOST)
         return view.info
 
     async def _watch(self) -> None:
@@ -118,7 +127,9 @@ class RayEngineCalls:
             try:
                 if self._supervisor is None:
                     self._supervisor = supervisor_of(self._app)
-                    call = self._supervisor.attach.remote(self._client_id, self._spec)
+                    call = self._supervisor.attach.remote(
+                        self._client_id, self._spec, _name_of_this_actor()
+                    )
                 else:
                     version = self._view.version if self._view is not None else -1
                     call = self._supervisor.look.remote(self._client_id, version)
@@ -128,7 +139,6 @@ class RayEngineCalls:
             except ray.exceptions.RayActorError:
                 logger.warning("the supervisor of %s is gone; asking for a new one", self._app)
                 self._supervisor = None
-                self._lost_epoch = -1  # a new supervisor counts from 0 again
                 await asyncio.sleep(_PAUSE_SECONDS)
             except Exception:
                 # The engine ends when nobody looks.
@@ -140,18 +150,24 @@ class RayEngineCalls:
         # An engine that is being replaced still has answers for us, so its scheduler is kept
         # until it dies; a view without one, or with another, is no reason to leave it.
         is_ours = view.fingerprint == self._spec.fingerprint
-        is_alive = view.scheduler is not None and view.info.epoch > self._lost_epoch
+        is_alive = view.scheduler is not None and view.scheduler_id != self._lost_id
         if is_ours and is_alive and self._scheduler is None:
-            self._scheduler, self._epoch = view.scheduler, view.info.epoch
+            self._scheduler, self._scheduler_id = view.scheduler, view.scheduler_id
 
 
-def connect(app: str, spec: EngineSpec) -> EngineClient:
+def _name_of_this_actor() -> str | None:
+    """None where this process is no actor, or one without a name."""
+    context = ray.get_runtime_context()
+    return context.get_actor_name() if context.get_actor_id() is not None else None
+
+
+def connect(app: str, spec: EngineSpec, *, max_recovery_seconds: float = 60.0) -> EngineClient:
     """A started client of the application's engine, which is started too if need be.
 
     Returns at once, within a running event loop; `EngineClient.info` says how far things are.
     """
     calls = RayEngineCalls(app, spec)
-    client = EngineClient(calls, on_close=calls.close)
+    client = EngineClient(calls, max_recovery_seconds=max_recovery_seconds, on_close=calls.close)
     calls.start(client.client_id)
     client.start()
     return client

@@ -4,6 +4,9 @@ handlers ──submit, end──► EngineClient ──EngineCalls──► sche
     ▲                          │
     └── one bounded stream ◄───┴── one outstanding poll for the whole replica
          per request
+
+Each stream keeps what a scheduler needs to go on with its request. When the scheduler dies, its
+successor does not know this replica, says so, and is brought all of it: readers see a pause.
 """
 
 import asyncio
@@ -11,11 +14,14 @@ import contextlib
 import logging
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from cluster.errors import EngineLostError, EngineUnavailableError
+from cluster.metrics_exchange import CountsCalls, MetricsExchange
+from cluster.request_stream import RequestStream
 from scheduler.messages import (
     Accepted,
     Admission,
@@ -33,23 +39,23 @@ from scheduler.messages import (
 
 logger = logging.getLogger(__name__)
 
-MAX_UNREAD_BYTES = 4 << 20
-MAX_UNREAD_SECONDS = 60.0
 _PAUSE_SECONDS = 0.5
-
-# What a delta holds in memory, roughly: itself, one token, one alternative of a token.
-_DELTA_BYTES, _TOKEN_BYTES, _ALTERNATIVE_BYTES = 200, 40, 120
+_LOST_PAUSE_SECONDS = 0.02
 
 
-class EngineCalls(Protocol):
+class EngineCalls(CountsCalls, Protocol):
     """How the engine is reached: over Ray, or in the same process.
 
-    Every call raises EngineLostError when the scheduler it would go to is gone. After that the
-    next poll begins with a new one, at batch 0.
+    Every call raises EngineLostError when the scheduler it would go to is gone, and again until
+    there is another one; only `poll` then tells what is known of the engine.
     """
 
     async def submit(self, messages: Sequence[SubmitRequest]) -> SubmitAnswer:
         """Queue all of `messages` or none; ids that are known already change nothing."""
+        ...
+
+    async def resume(self, client_id: str, messages: Sequence[SubmitRequest]) -> SubmitAnswer:
+        """Introduce this replica to a scheduler that does not know it, with all that it has."""
         ...
 
     async def end(self, message: EndRequest) -> None:
@@ -57,7 +63,10 @@ class EngineCalls(Protocol):
         ...
 
     async def poll(self, client_id: str, last_batch: int) -> PollAnswer:
-        """The batch after `last_batch`, or after a few seconds an answer without one."""
+        """The batch after `last_batch`, or after a few seconds an answer without one.
+
+        The answer of a scheduler that does not know the replica has `is_new` set.
+        """
         ...
 
     async def abort(self, ids: Sequence[str]) -> int:
@@ -70,43 +79,6 @@ class EngineCalls(Protocol):
         ...
 
 
-class _Stream:
-    """Deltas of one request that nobody has read yet."""
-
-    __slots__ = ("_num_bytes", "_unread_bytes", "deltas", "is_ending", "unread_since_seconds")
-
-    def __init__(self) -> None:
-        self.deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()
-        self._num_bytes: deque[int] = deque()
-        """Of each unread delta."""
-        self._unread_bytes = 0
-        self.unread_since_seconds = 0.0
-        self.is_ending = False
-        """Its reader is too slow, and the scheduler has been told."""
-
-    def put(self, delta: TokenDelta, now: float) -> None:
-        if self.deltas.empty():
-            self.unread_since_seconds = now
-        self._num_bytes.append(_num_bytes(delta))
-        self._unread_bytes += self._num_bytes[-1]
-        self.deltas.put_nowait(delta)
-
-    async def get(self) -> TokenDelta:
-        delta = await self.deltas.get()
-        self._unread_bytes -= self._num_bytes.popleft()
-        self.unread_since_seconds = time.monotonic()
-        return delta
-
-    def is_stuck(self, now: float) -> bool:
-        """The oldest delta does not count: it may be large by itself (the ratings of a long
-        prompt come at once), and its reader has had no chance before it came."""
-        if not self._num_bytes or self.is_ending:
-            return False
-        waited_seconds = now - self.unread_since_seconds
-        behind_bytes = self._unread_bytes - self._num_bytes[0]
-        return behind_bytes > MAX_UNREAD_BYTES or waited_seconds > MAX_UNREAD_SECONDS
-
-
 class EngineClient:
     """All calls are for one event loop. Begin with `start`, end with `close`."""
 
@@ -115,16 +87,25 @@ class EngineClient:
         calls: EngineCalls,
         client_id: str | None = None,
         *,
+        max_recovery_seconds: float = 60.0,
         on_close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`on_close` is awaited at the end of `close`."""
+        """`max_recovery_seconds`: how long new requests may wait for an engine that recovers.
+        `on_close` is awaited at the end of `close`."""
         self.client_id = client_id or f"ingress-{uuid.uuid4().hex[:12]}"
         """What `SubmitRequest.client_id` must be, so that answers come here."""
+        self.metrics = MetricsExchange(calls, self.client_id)
         self._calls = calls
+        self._max_recovery_seconds = max_recovery_seconds
         self._on_close = on_close
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, RequestStream] = {}
         self._info = EngineInfo(EngineState.STARTING, "the engine has not been reached yet")
-        self._info_changed = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._recovering_since_seconds = 0.0
+        self._num_schedulers = 0
+        """That have been brought what there is."""
+        self._is_lost = False
+        """The last of them is gone, and there is no other yet."""
         self._last_batch = 0
         self._poller: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
@@ -137,22 +118,23 @@ class EngineClient:
         """The state that came with the last poll, at most a few seconds old. Costs nothing."""
         return self._info
 
-    async def wait_ready(self, timeout_seconds: float) -> EngineInfo:
-        """Wait until the engine is ready or has failed, at most `timeout_seconds`."""
+    async def wait_ready(self, timeout_seconds: float | None = None) -> EngineInfo:
+        """Wait until the engine is ready or has failed, at most `timeout_seconds` (None: on)."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 while self._info.state not in (EngineState.READY, EngineState.FAILED):
-                    self._info_changed.clear()
-                    await self._info_changed.wait()
+                    await self._next_change()
         return self._info
 
     def start(self) -> None:
         """Begin to poll. Safe to call again."""
+        self.metrics.start()
         if self._poller is None:
             self._poller = asyncio.create_task(self._poll_forever(), name="engine-poll")
 
     async def close(self) -> None:
         """Stop polling. Open streams end with an error."""
+        await self.metrics.close()
         tasks = [task for task in (self._poller, *self._background) if task is not None]
         self._poller = None
         for task in tasks:
@@ -165,26 +147,57 @@ class EngineClient:
     async def submit(self, messages: Sequence[SubmitRequest]) -> Admission:
         """Queue all of `messages`, or none; `stream` is there for each as soon as it is accepted.
 
-        Raises EngineUnavailableError while the engine takes no requests.
+        Waits for an engine that recovers. Raises EngineUnavailableError while the engine takes
+        no requests, or recovers for too long.
         """
-        if not self._info.is_ready:
-            raise EngineUnavailableError(self._info.reason)
+        self._check_open()
         fresh = [m.request_id for m in messages if m.request_id not in self._streams]
-        for request_id in fresh:
-            self._streams[request_id] = _Stream()
+        for message in messages:
+            if message.request_id in fresh:
+                self._streams[message.request_id] = RequestStream(message)
         accepted = False
         try:
-            answer = await self._calls.submit(messages)
-            if isinstance(answer, Unavailable):
-                raise EngineUnavailableError(answer.message)
+            answer = await self._submit([self._streams[m.request_id] for m in messages])
             accepted = isinstance(answer, Accepted)
-        except EngineLostError as error:
-            raise EngineUnavailableError(str(error)) from error
         finally:
-            if not accepted:
-                for request_id in fresh:
+            for request_id in fresh:
+                if accepted and request_id in self._streams:
+                    self._streams[request_id].accept()
+                elif not accepted:
                     self._streams.pop(request_id, None)
         return answer
+
+    async def _submit(self, streams: Sequence[RequestStream]) -> Admission:
+        """The answer of the scheduler there is, or of one of its successors."""
+        while True:
+            num_schedulers = self._num_schedulers
+            try:
+                # Tokens that came are an admission whose answer was lost.
+                now = time.monotonic()
+                answer = await self._calls.submit([stream.message(now) for stream in streams])
+            except EngineLostError:
+                while num_schedulers == self._num_schedulers:
+                    self._check_open()
+                    await self._next_change()
+                continue
+            if isinstance(answer, Unavailable):
+                raise EngineUnavailableError(answer.message)
+            return answer
+
+    def _check_open(self) -> None:
+        """Raises EngineUnavailableError if nothing new can be taken."""
+        info = self._info
+        if not info.takes_requests:
+            raise EngineUnavailableError(info.reason)
+        if info.is_ready:
+            return
+        recovering_seconds = time.monotonic() - self._recovering_since_seconds
+        if recovering_seconds > self._max_recovery_seconds:
+            raise EngineUnavailableError(
+                f"the engine has been recovering for {recovering_seconds:.0f} s, and requests wait"
+                f" at most {self._max_recovery_seconds:g} (server.max_recovery_seconds):"
+                f" {info.reason}"
+            )
 
     async def stream(self, request_id: str) -> AsyncIterator[TokenDelta]:
         """The deltas of an accepted request; the last one is terminal. For one reader.
@@ -209,12 +222,16 @@ class EngineClient:
         After a STOP its stream still gets the terminal delta; otherwise nobody is there to read
         it, and the stream is forgotten.
         """
-        if message.reason is not EndReason.STOP:
+        if message.reason is EndReason.STOP:
+            stream = self._streams.get(message.request_id)
+            if stream is not None:
+                stream.end = message
+        else:
             self._streams.pop(message.request_id, None)
         await self._tell_end(message)
 
     async def _tell_end(self, message: EndRequest) -> None:
-        # A lost scheduler has ended it already, in its own way.
+        # The next scheduler is told again, if it has to know of the request at all.
         with contextlib.suppress(EngineLostError):
             await self._calls.end(message)
 
@@ -235,56 +252,103 @@ class EngineClient:
         except EngineLostError as error:
             raise EngineUnavailableError(str(error)) from error
 
+    # -- polling --------------------------------------------------------------------------
+
     async def _poll_forever(self) -> None:
         while True:
             try:
                 answer = await self._calls.poll(self.client_id, self._last_batch)
+                self._take(answer)
+                if answer.is_new:
+                    await self._resume()
             except EngineLostError as error:
-                self._last_batch = 0
-                self._set_info(EngineInfo(EngineState.STARTING, str(error)))
-                self._fail_streams(str(error))
-                await asyncio.sleep(_PAUSE_SECONDS)
-                continue
+                self._lose(str(error))
+                await asyncio.sleep(_LOST_PAUSE_SECONDS)
             except Exception:
                 # Not known to be lost: without this task no stream would ever move again.
                 logger.exception("polling the scheduler failed; trying again")
                 await asyncio.sleep(_PAUSE_SECONDS)
-                continue
-            self._last_batch = answer.number
-            self._set_info(answer.info)
-            now = time.monotonic()
-            for batch in answer.batches:
-                for delta in batch.deltas:
-                    stream = self._streams.get(delta.request_id)
-                    if stream is not None:
-                        stream.put(delta, now)
-            self._end_stuck_streams(now)
+
+    def _take(self, answer: PollAnswer) -> None:
+        self._last_batch = answer.number
+        now = time.monotonic()
+        for batch in answer.batches:
+            for delta in batch.deltas:
+                stream = self._streams.get(delta.request_id)
+                if stream is not None:
+                    stream.put(delta, now)
+        self._end_stuck_streams(now)
+        self._set_info(answer.info)
+
+    def _lose(self, reason: str) -> None:
+        """The scheduler is gone, and with it what was under way."""
+        self._last_batch, self._is_lost = 0, True
+        now = time.monotonic()
+        for stream in self._streams.values():
+            stream.lost(now)
+        if self._info.takes_requests:
+            info = msgspec.structs.replace(self._info, state=EngineState.RECOVERING, reason=reason)
+            self._set_info(info)
+
+    async def _resume(self) -> None:
+        """Bring a scheduler that does not know us what another one had accepted."""
+        now = time.monotonic()
+        resumed = [s for s in self._streams.values() if s.is_accepted and not s.is_finished]
+        messages = sorted((s.message(now) for s in resumed), key=lambda m: m.arrival_seconds)
+        for stream in resumed:
+            if stream.end is not None:  # before its request, which will end at once
+                await self._calls.end(stream.end)
+        answer = await self._calls.resume(self.client_id, messages)
+        for stream in resumed:
+            if isinstance(answer, Accepted):
+                stream.resumed()
+            else:
+                stream.put(_failure(stream.request_id, answer.message), now)
+        self._num_schedulers += 1
+        self._is_lost = False
+        self._changed.set()
 
     def _set_info(self, info: EngineInfo) -> None:
-        if info.state is not self._info.state:
+        last = self._info
+        if info.state is EngineState.STARTING and last.takes_requests:
+            # All of it died; to its clients that is no other case than the death of a part.
+            info = msgspec.structs.replace(info, state=EngineState.RECOVERING)
+        if info.state is EngineState.RECOVERING and not info.max_model_len:
+            # Nobody is there to say how large things are.
+            state = EngineState.RECOVERING if last.max_model_len else EngineState.STARTING
+            info = msgspec.structs.replace(last, state=state, reason=info.reason)
+        if info.state is not last.state:
             logger.info("engine is %s %s", info.state, info.reason)
+            if info.state is EngineState.RECOVERING:
+                self._recovering_since_seconds = time.monotonic()
         self._info = info
-        self._info_changed.set()
+        has_gone = info.state is EngineState.DRAINING and self._is_lost
+        if has_gone or info.state is EngineState.FAILED:
+            self._fail_streams(info.reason)
+        self._changed.set()
+
+    async def _next_change(self) -> None:
+        """Returns after some seconds also without one."""
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PAUSE_SECONDS):
+                await self._changed.wait()
 
     def _end_stuck_streams(self, now: float) -> None:
         """Readers that do not read cost memory here, and blocks in the engine."""
         for request_id, stream in self._streams.items():
             if stream.is_stuck(now):
-                stream.is_ending = True
-                slow = EndRequest(request_id, EndReason.SLOW_CLIENT)
-                task = asyncio.create_task(self._tell_end(slow))
+                stream.end = EndRequest(request_id, EndReason.SLOW_CLIENT)
+                task = asyncio.create_task(self._tell_end(stream.end))
                 self._background.add(task)
                 task.add_done_callback(self._background.discard)
 
     def _fail_streams(self, reason: str) -> None:
         now = time.monotonic()
         for request_id, stream in self._streams.items():
-            stream.put(TokenDelta(request_id, (), finish=FinishReason.ERROR, error=reason), now)
+            if not stream.is_finished:
+                stream.put(_failure(request_id, reason), now)
 
 
-def _num_bytes(delta: TokenDelta) -> int:
-    num_alternatives = sum(1 + len(row.top) for row in delta.logprobs)
-    num_alternatives += sum(1 + len(row.top) for row in delta.prompt_logprobs)
-    return (
-        _DELTA_BYTES + _TOKEN_BYTES * len(delta.token_ids) + _ALTERNATIVE_BYTES * num_alternatives
-    )
+def _failure(request_id: str, reason: str) -> TokenDelta:
+    return TokenDelta(request_id, (), finish=FinishReason.ERROR, error=reason)

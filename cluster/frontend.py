@@ -63,7 +63,7 @@ class Frontend:
     def limits(self) -> ModelLimits:
         """Raises UnavailableError until the workers have reported."""
         info = self.engine.info()
-        if not info.is_ready:
+        if not info.takes_requests:
             raise UnavailableError(
                 info.reason or f"The engine is {info.state}.",
                 retry_after_seconds=UNAVAILABLE_RETRY_SECONDS,
@@ -85,6 +85,7 @@ class Frontend:
 
         `client_request_id` is the other id under which the request can be aborted.
         """
+        arrived_seconds = time.monotonic()
         check_supported(request)
         limits = self.limits()
         num_choices = request.n or 1
@@ -119,7 +120,12 @@ class Frontend:
                 messages.append(message)
                 choices.append(self._choice(request, prompt, index, message.request_id))
         generation = Generation(
-            self.engine, messages, choices, max_queue_seconds=self.max_queue_seconds
+            self.engine,
+            messages,
+            choices,
+            max_queue_seconds=self.max_queue_seconds,
+            arrived_seconds=arrived_seconds,
+            num_choices_per_prompt=num_choices,
         )
         usage = UsageCount(generation.num_prompt_tokens, num_choices)
         return Prepared(generation, usage, [p for p in prompts for _ in range(num_choices)])

@@ -20,6 +20,7 @@ from cluster.api_errors import (
 from cluster.choice import Choice, Piece
 from cluster.engine_client import EngineClient
 from cluster.errors import EngineUnavailableError
+from cluster.metrics_counts import ABORT, ERROR, SequenceCounts
 from cluster.queue_share import Place
 from scheduler.messages import (
     TOKEN_BYTES,
@@ -35,6 +36,7 @@ from scheduler.messages import (
 )
 
 _MAX_RETRY_SECONDS = 60.0
+_REFUSALS = {BadRequest: "bad_request", NeverFits: "never_fits", QueueFull: "queue_full"}
 UNAVAILABLE_RETRY_SECONDS = 5.0
 _MAX_UNREAD_PIECES = 1024
 
@@ -53,12 +55,17 @@ class Generation:
         choices: Sequence[Choice],
         *,
         max_queue_seconds: float,
+        arrived_seconds: float,
+        num_choices_per_prompt: int,
     ) -> None:
-        """One choice for each message, under the same request id."""
+        """One choice for each message, under the same request id; those of one prompt side by
+        side. `arrived_seconds` is when the request came, on `time.monotonic`."""
         self._engine = engine
         self._messages = messages
         self._choices = choices
         self._max_queue_seconds = max_queue_seconds
+        self._arrived_seconds = arrived_seconds
+        self._num_choices_per_prompt = num_choices_per_prompt
         self.place: Place | None = None
         """In the share that its API key has of the queue; left with the first token."""
         # Full, it keeps deltas at the engine client, which ends who does not read.
@@ -66,6 +73,8 @@ class Generation:
         self._readers: list[asyncio.Task[None]] = []
         self._live: set[str] = set()
         """Request ids that the engine may still be working on."""
+        self._books: dict[str, SequenceCounts] = {}
+        """Of all sequences that the engine has accepted."""
 
     @property
     def num_prompt_tokens(self) -> tuple[int, ...]:
@@ -79,12 +88,15 @@ class Generation:
             admission = await self._engine.submit(self._messages)
         except EngineUnavailableError as error:
             self._live.clear()
+            self._engine.metrics.counts.refused("unavailable")
             raise UnavailableError(
                 str(error), retry_after_seconds=UNAVAILABLE_RETRY_SECONDS
             ) from error
         if not isinstance(admission, Accepted):
             self._live.clear()
+            self._engine.metrics.counts.refused(_REFUSALS[type(admission)])
             raise refusal(admission, self._engine.info())
+        self._open_books()
         self._readers = [
             asyncio.create_task(self._read(choice), name=f"read-{choice.request_id}")
             for choice in self._choices
@@ -128,11 +140,22 @@ class Generation:
         self._leave_queue()
         for reader in self._readers:
             reader.cancel()
+        now = time.monotonic()
         for request_id in self._live:
+            if request_id in self._books:
+                self._books[request_id].ended(ABORT, now)
             ending = asyncio.create_task(self._engine.end(EndRequest(request_id, reason)))
             _ENDING.add(ending)
             ending.add_done_callback(_ENDING.discard)
         self._live.clear()
+
+    def _open_books(self) -> None:
+        counts, num_prompt_tokens = self._engine.metrics.counts, self.num_prompt_tokens
+        counts.accepted(sum(num_prompt_tokens[:: self._num_choices_per_prompt]))
+        self._books = {
+            message.request_id: SequenceCounts(counts, num_tokens, self._arrived_seconds)
+            for message, num_tokens in zip(self._messages, num_prompt_tokens, strict=True)
+        }
 
     def _leave_queue(self) -> None:
         if self.place is not None:
@@ -148,11 +171,16 @@ class Generation:
         return piece
 
     async def _read(self, choice: Choice) -> None:
+        books = self._books[choice.request_id]
         try:
             async for delta in self._engine.stream(choice.request_id):
                 was_stopped = choice.is_stopped
-                await self._queue.put(choice.read(delta))
+                piece = choice.read(delta)
+                now = time.monotonic()
+                books.has_output(piece.num_output_tokens, now)
+                await self._queue.put(piece)
                 if delta.finish is not None:
+                    books.ended(piece.finish or ERROR, now)
                     self._live.discard(choice.request_id)
                 elif choice.is_stopped and not was_stopped:
                     await self._engine.end(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 
 from cluster.answers import DONE, KEEP_ALIVE, AnswerWriter, Shown, frame
-from cluster.api_errors import ApiError, our_fault
+from cluster.api_errors import ApiError, TooManyRequestsError, our_fault
 from cluster.choice import Piece, joined
 from cluster.event_stream import EventStream, disconnected
 from cluster.frontend import Frontend
@@ -106,7 +106,11 @@ class _Endpoints:
         key = request.scope["api_key"]
         if key is not None and len(self.settings.api_keys.digests) > 1:
             tokens = generation.num_prompt_tokens
-            generation.place = self.share.enter(key, len(tokens), sum(tokens))
+            try:
+                generation.place = self.share.enter(key, len(tokens), sum(tokens))
+            except TooManyRequestsError:
+                self.frontend.engine.metrics.counts.refused("queue_share")
+                raise
 
 
 async def _whole(answering: _Answering, idle_seconds: float) -> bytes:

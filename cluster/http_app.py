@@ -16,6 +16,7 @@ from cluster.asgi import Gate, Guard
 from cluster.frontend import Frontend
 from cluster.generation_routes import ClientGoneError, generation_routes
 from cluster.http_settings import HttpSettings
+from cluster.metrics_route import metrics_routes
 from cluster.probe_routes import model_routes, probe_routes
 from cluster.token_routes import token_routes
 
@@ -46,6 +47,7 @@ def build_http_app(frontend: Frontend, settings: HttpSettings) -> ASGIApp:
     app.include_router(model_routes(frontend))
     app.include_router(token_routes(frontend))
     app.include_router(probe_routes(frontend))
+    app.include_router(metrics_routes(frontend, settings.metrics_compat))
     admin_paths: frozenset[str] = frozenset()
     if settings.admin_key:
         app.include_router(admin_routes(frontend.engine))

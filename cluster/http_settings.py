@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from cluster.asgi import KeyDigests
+from configs.sections import MetricsCompat
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +22,5 @@ class HttpSettings:
     max_waiting_requests: int = 2048
     max_waiting_tokens: int = 4_000_000
     """Of the whole queue; with several keys each may have half of it."""
+    metrics_compat: MetricsCompat = "none"
+    """Whose names `/metrics` speaks besides our own."""

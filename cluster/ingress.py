@@ -15,6 +15,7 @@ from cluster.errors import EngineLostError
 from cluster.frontend import Frontend
 from cluster.http_app import build_http_app
 from cluster.http_settings import HttpSettings
+from cluster.listening import take_over_ports
 from cluster.logs import set_up_logging
 from cluster.sampling import SamplingDefaults, SeedSource
 from cluster.text import TextCodec
@@ -34,17 +35,25 @@ class IngressSpec:
     model: ModelConfig
     http: HttpSettings
     max_queue_seconds: float
+    max_recovery_seconds: float
+    waits_for_engine: bool = False
 
 
 class IngressReplica:
-    """One replica. It is there at once; whether the engine is ready is what `/ready` says."""
+    """One replica. It is there at once unless it waits; `/ready` says how the engine is."""
 
     def __init__(self, spec: IngressSpec) -> None:
+        set_up_logging(spec.engine.config.server)
         # Its threads would fight with the workers for the cores; ours are enough.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        set_up_logging(spec.engine.config.server)
+        take_over_ports()
         self._spec = spec
-        self._engine = connect(serve.get_replica_context().app_name, spec.engine)
+        self._waits_for_engine = spec.waits_for_engine
+        self._engine = connect(
+            serve.get_replica_context().app_name,
+            spec.engine,
+            max_recovery_seconds=spec.max_recovery_seconds,
+        )
         self._executor = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="text")
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -61,6 +70,10 @@ class IngressReplica:
 
     async def check_health(self) -> None:
         """Serve replaces a replica whose engine is given up; the new one asks for a new engine."""
+        if self._waits_for_engine:
+            # Serve's first look, on which it sets no limit; the engine's start has its own.
+            await self._engine.wait_ready()
+            self._waits_for_engine = False
         info = self._engine.info()
         if info.state is EngineState.FAILED:
             raise EngineLostError(info.reason)

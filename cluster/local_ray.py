@@ -4,21 +4,25 @@ Ray reads its environment when it is imported, so nothing here imports it at the
 """
 
 import contextlib
+import json
 import logging
 import os
 import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
+import psutil
 
 from cluster.errors import CommandError
 
 _OBJECT_STORE_BYTES = 256 << 20
 _SHUTDOWN_SECONDS = 20.0
 _CONNECT_SECONDS = 5.0
+_GRACE_SECONDS = 3.0
 
 # For a cluster of ours; whoever sets one of these means it.
 _ENVIRONMENT = {
@@ -46,18 +50,27 @@ AUTO = "auto"
 """Stands for the address of the cluster on this machine."""
 
 
+class NoClusterError(CommandError):
+    """There is no Ray cluster to join."""
+
+
 @contextlib.contextmanager
-def own_cluster(http_port: int = 8000, *, shows_logs: bool = False) -> Iterator[None]:
+def own_cluster(
+    http_port: int = 8000, *, num_replicas: int = 1, shows_logs: bool = False
+) -> Iterator[None]:
     """Ray for this process and its children, on the loopback interface; nothing of it is left.
 
-    The one ingress replica will listen on `http_port`. `shows_logs`: those of all processes, on
-    stderr. When this process dies in whatever way, the kernel ends Ray's processes too.
+    A single ingress replica will listen on `http_port` itself; several stand behind Serve's proxy.
+    `shows_logs`: those of all processes, on stderr. When this process dies in whatever way, the
+    kernel ends Ray's processes too.
     """
-    ports = {
+    remove_remains()
+    direct = {
+        **_DIRECT_INGRESS,
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(http_port),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(http_port + 1),  # exclusive
     }
-    _set_environment(_DIRECT_INGRESS | ports)
+    _set_environment(direct if num_replicas == 1 else {})
     import ray
 
     try:
@@ -73,17 +86,27 @@ def own_cluster(http_port: int = 8000, *, shows_logs: bool = False) -> Iterator[
             f"Ray does not start on this machine ({str(error).splitlines()[0]}); see whether other "
             f"work keeps it from starting within 30 s, and try again."
         ) from error
-    session_dir = Path(context.address_info["session_dir"])
-    note = _notes_folder() / str(os.getpid())
-    note.parent.mkdir(parents=True, exist_ok=True)
-    note.write_text(context.address_info["gcs_address"])
+    info = context.address_info
+    session_dir = Path(info["session_dir"])
+    note = _Note.write(info["gcs_address"], session_dir)
     try:
         yield
     finally:
-        note.unlink(missing_ok=True)
+        started = psutil.Process().children(recursive=True)
         with _at_most(_SHUTDOWN_SECONDS, lambda: _remove_session(session_dir)):
             ray.shutdown()
+            _wait_gone(started)
         _remove_session(session_dir)
+        note.path.unlink(missing_ok=True)
+
+
+def _wait_gone(processes: list[psutil.Process]) -> None:
+    """Until then somebody may still listen on the port. What takes too long is killed."""
+    _, alive = psutil.wait_procs(processes, timeout=_GRACE_SECONDS)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=_GRACE_SECONDS)
 
 
 @contextlib.contextmanager
@@ -108,11 +131,13 @@ def _at_most(seconds: float, last_act: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def joined_cluster(address: str, *, shows_logs: bool = False) -> Iterator[None]:
-    """A connection to the Ray cluster at `address`. Raises CommandError if there is none."""
+    """A connection to the Ray cluster at `address`. Raises NoClusterError if there is none."""
     _check_something_listens(address)
     if address in _noted_clusters():
         # It listens on the loopback interface, where Ray would not look for it by itself.
         _set_environment({})
+    # What keeps this process from joining is told below, in one sentence.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     import ray
 
     try:
@@ -126,7 +151,7 @@ def joined_cluster(address: str, *, shows_logs: bool = False) -> Iterator[None]:
 
 
 def _check_something_listens(address: str) -> None:
-    """Raises CommandError if nothing does. Ray itself would try for minutes."""
+    """Raises NoClusterError if nothing does. Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if "//" in host or not port.isdigit():
         return
@@ -136,8 +161,8 @@ def _check_something_listens(address: str) -> None:
         raise _no_cluster(address, error) from error
 
 
-def _no_cluster(address: str, error: Exception) -> CommandError:
-    return CommandError(
+def _no_cluster(address: str, error: Exception) -> NoClusterError:
+    return NoClusterError(
         f"There is no Ray cluster to join at {address} ({str(error).splitlines()[0]}); start one "
         f"with `ray start --head`, or leave --address out."
     )
@@ -149,18 +174,56 @@ def _set_environment(more: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What a running command writes down about the cluster of its own, for other commands."""
+
+    process_id: int
+    address: str
+    session_dir: Path
+
+    @classmethod
+    def write(cls, address: str, session_dir: Path) -> "_Note":
+        """For this process."""
+        note = cls(os.getpid(), address, session_dir)
+        note.path.parent.mkdir(parents=True, exist_ok=True)
+        note.path.write_text(json.dumps({"address": address, "session_dir": str(session_dir)}))
+        return note
+
+    @property
+    def path(self) -> Path:
+        return _notes_folder() / str(self.process_id)
+
+
 def _notes_folder() -> Path:
-    """Where each running command that has a cluster of its own notes its address."""
     return Path(platformdirs.user_state_path("palimpsest")) / "clusters"
+
+
+def _notes() -> list[_Note]:
+    """Of all commands that have not taken theirs away, the oldest first."""
+    notes = []
+    for path in sorted(_notes_folder().glob("*"), key=lambda path: path.stat().st_mtime):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # it is being written, or removed
+            content = json.loads(path.read_text())
+            notes.append(_Note(int(path.name), content["address"], Path(content["session_dir"])))
+    return notes
 
 
 def _noted_clusters() -> list[str]:
     """Addresses of the clusters whose commands are alive, the oldest first."""
-    folder = _notes_folder()
-    notes = (
-        sorted(folder.iterdir(), key=lambda note: note.stat().st_mtime) if folder.is_dir() else []
-    )
-    return [note.read_text() for note in notes if _is_alive(int(note.name))]
+    return [note.address for note in _notes() if _is_alive(note.process_id)]
+
+
+def remove_remains() -> int:
+    """Delete what commands have left that were killed; how many these were.
+
+    Their processes are gone: the kernel ends Ray's with the command that started it.
+    """
+    killed = [note for note in _notes() if not _is_alive(note.process_id)]
+    for note in killed:
+        _remove_session(note.session_dir)
+        note.path.unlink(missing_ok=True)
+    return len(killed)
 
 
 def _is_alive(process_id: int) -> bool:
@@ -179,15 +242,15 @@ def clusters_at(address: str) -> list[str]:
     return (_noted_clusters() if address == AUTO else []) or [address]
 
 
-def start_serve(host: str, port: int, *, is_own: bool) -> tuple[str, int]:
+def start_serve(host: str, port: int, *, is_direct: bool) -> tuple[str, int]:
     """Start Ray Serve unless it runs already; where it listens then.
 
-    `is_own`: on a cluster that `own_cluster` started for this port.
+    `is_direct`: the one replica of a cluster of our own will listen on this port.
     """
     from ray import serve
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    if is_own:
+    if is_direct:
         # Serve starts a proxy all the same, which is left aside.
         serve.start(http_options={"host": host, "port": _free_port(host)})
         return host, port

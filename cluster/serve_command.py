@@ -24,7 +24,8 @@ from cluster.local_ray import (
 )
 from cluster.probe import Probe, ServerState
 from cluster.welcome import welcome
-from configs import Config, load, resolve
+from configs import Config, check, load
+from configs.sections import MetricsCompat
 
 
 class LogLevel(StrEnum):
@@ -69,6 +70,12 @@ def serve(
     route_prefix: Annotated[
         str, typer.Option(help="Path that all URLs of the application begin with.")
     ] = "/",
+    metrics_compat: Annotated[
+        MetricsCompat | None,
+        typer.Option(
+            help="`vllm`: /metrics also has the names that dashboards made for vLLM look for."
+        ),
+    ] = None,
 ) -> None:
     """Serve a model over the OpenAI API, until Ctrl-C.
 
@@ -86,9 +93,10 @@ def serve(
     given += [f"model.model={model}"] if model is not None else []
     given += [f"server.host={host}"] if host is not None else []
     given += [f"server.port={port}"] if port is not None else []
+    given += [f"server.metrics_compat={metrics_compat}"] if metrics_compat is not None else []
     given += [f"server.log_level={log_level}"] if log_level is not None else []
     config = load(config_file, given).config
-    resolve(config, "cpu")  # what is wrong everywhere is told before anything starts
+    check(config)  # what is wrong everywhere is told before anything starts
     if address is not None and clusters_at(address) != [address]:
         raise CommandError(
             "The Ray cluster of this machine belongs to a `palimpsest serve` and ends with it: "
@@ -117,7 +125,10 @@ def _run(plan: _Plan, progress: Progress) -> None:
     with contextlib.ExitStack() as stack:
         if plan.address is None:
             with progress.step("Starting Ray"):
-                stack.enter_context(own_cluster(server.port, shows_logs=plan.shows_logs))
+                cluster = own_cluster(
+                    server.port, num_replicas=server.num_replicas, shows_logs=plan.shows_logs
+                )
+                stack.enter_context(cluster)
         else:
             with progress.step(f"Joining the Ray cluster at {plan.address}"):
                 stack.enter_context(joined_cluster(plan.address, shows_logs=plan.shows_logs))
@@ -162,7 +173,8 @@ def _deploy(plan: _Plan, progress: Progress) -> str:
     with progress.step("Starting Ray Serve"):
         spec = EngineSpec.of(plan.config)
         supervisor_of(plan.app).attach.remote("palimpsest serve", spec)
-        host, port = start_serve(server.host, server.port, is_own=plan.address is None)
+        is_direct = plan.address is None and server.num_replicas == 1
+        host, port = start_serve(server.host, server.port, is_direct=is_direct)
         serve.run(application(plan.config, spec), name=plan.app, route_prefix=plan.route_prefix)
     host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     host = f"[{host}]" if ":" in host else host

@@ -86,6 +86,8 @@ def _as_json(status: AppStatus) -> dict[str, Any]:
         "places": [asdict(place) for place in status.places],
         "counters": scheduler and scheduler.counters and asdict(scheduler.counters),
         "timings": scheduler and asdict(scheduler.timings),
+        "num_restarts": status.num_restarts,
+        "recoveries": [asdict(recovery) for recovery in status.recoveries],
     }
 
 
@@ -94,6 +96,12 @@ def _print(status: AppStatus, console: Console) -> None:
     reason = f": {info.reason}" if info.reason else ""
     console.print(f"[bold]{status.app}[/bold] ({status.model}) is {info.state}{reason}")
     console.print(f"epoch {info.epoch}, {status.num_replicas} replicas hold the lease")
+    if status.recoveries:
+        last = status.recoveries[-1]
+        console.print(
+            f"{status.num_restarts} processes took the place of others; the last recovery took "
+            f"{last.joined_seconds - last.noticed_seconds:.1f} s: {last.reason}"
+        )
     if status.places:
         console.print(_ranks(status))
     scheduler = status.scheduler

@@ -6,7 +6,13 @@ from typing import Annotated
 import typer
 
 from cluster.errors import CommandError
-from cluster.local_ray import AUTO, clusters_at, joined_cluster
+from cluster.local_ray import (
+    AUTO,
+    NoClusterError,
+    clusters_at,
+    joined_cluster,
+    remove_remains,
+)
 from cluster.status_command import Address
 
 _STOP_SECONDS = 30.0
@@ -18,7 +24,9 @@ def stop(
     ] = None,
     address: Address = AUTO,
 ) -> None:
-    """End applications and their engines, and give back what they hold. Ray itself stays.
+    """End applications and their engines, and remove what killed commands have left.
+
+    A Ray cluster that was there before stays.
 
     Examples:
 
@@ -26,10 +34,17 @@ def stop(
 
       palimpsest stop --name chat --address auto
     """
+    num_killed = remove_remains()
+    if num_killed:
+        typer.echo(f"Removed what is left of {num_killed} killed `palimpsest serve`.")
     ended = []
     for cluster in clusters_at(address):
-        with joined_cluster(cluster):
-            ended += _stop(name)
+        try:
+            with joined_cluster(cluster):
+                ended += _stop(name)
+        except NoClusterError:
+            if name is not None or address != AUTO:
+                raise
     if ended:
         typer.echo(f"Ended: {', '.join(ended)}.")
     elif name is None:

@@ -7,6 +7,7 @@ ending the application, also a killed machine, ends the engine too.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import time
@@ -17,7 +18,7 @@ import ray
 from cluster.engine import Engine
 from cluster.engine_spec import EngineSpec
 from cluster.logs import set_up_logging
-from cluster.supervisor_view import AppStatus, EngineView, Place
+from cluster.supervisor_view import AppStatus, EngineView
 from scheduler.messages import EngineInfo, EngineState
 
 logger = logging.getLogger(__name__)
@@ -36,27 +37,34 @@ class Supervisor:
         set_up_logging()
         self._app = app
         self._lease_seconds = lease_seconds
-        self._next_epoch = 0
+        self._epochs = itertools.count()
         self._spec: EngineSpec | None = None
         self._engine: Engine | None = None
-        self._running: asyncio.Task[None] | None = None
         self._replacing: asyncio.Task[None] | None = None
         self._version = 0
         self._changed = asyncio.Event()
         self._seen_seconds: dict[str, float] = {}
         self._last_seen_seconds = time.monotonic()
+        self._actor_names: dict[str, str] = {}
+        """Of the clients that are actors."""
         self._num_looking = 0
         self._stopping = asyncio.Lock()
         self._lease: asyncio.Task[None] | None = None
 
-    async def attach(self, client_id: str, spec: EngineSpec) -> EngineView:
+    async def attach(
+        self, client_id: str, spec: EngineSpec, actor_name: str | None = None
+    ) -> EngineView:
         """See to it that an engine for `spec` runs, or will, and take part in the lease.
+
+        `actor_name`: the client is this actor, whose death is its own.
 
         One for the same configuration is used as it is, unless it has failed. One for another
         is drained and replaced if `spec` was deployed later; otherwise nothing happens, and the
         view has another fingerprint.
         """
         self._see(client_id)
+        if actor_name is not None:
+            self._actor_names[client_id] = actor_name
         if self._lease is None:
             self._lease = asyncio.create_task(self._watch_lease(), name="lease")
         current = self._spec
@@ -93,31 +101,29 @@ class Supervisor:
         return os.getpid()
 
     async def status(self) -> AppStatus:
-        engine = self._engine
-        scheduler_place: Place | None = None
-        places: list[Place] = []
-        scheduler = None
+        engine, scheduler = self._engine, None
         if engine is not None:
             with contextlib.suppress(ray.exceptions.RayError):
                 scheduler = await engine.status()
-                scheduler_place, places = await engine.places()
         return AppStatus(
             app=self._app,
             model=self._spec.config.model.model if self._spec is not None else "no model",
             info=self._info if scheduler is None else scheduler.info,
             num_replicas=len(self._seen_seconds),
-            scheduler_place=scheduler_place,
-            places=tuple(places),
+            scheduler_place=engine.scheduler_place if engine is not None else None,
+            places=engine.places if engine is not None else (),
             scheduler=scheduler,
+            num_restarts=engine.faults.num_restarts if engine is not None else 0,
+            num_recoveries=engine.num_recoveries if engine is not None else 0,
+            recoveries=tuple(engine.recoveries) if engine is not None else (),
         )
 
     async def stop(self, reason: str) -> None:
         """End the engine and this actor; the call itself fails with its death."""
         async with self._stopping:
             logger.info("the engine of %s ends: %s", self._app, reason)
-            for task in (self._replacing, self._running):
-                if task is not None:
-                    task.cancel()
+            if self._replacing is not None:
+                self._replacing.cancel()
             if self._engine is not None:
                 await self._engine.close()
             # Not `exit_actor`, which waits for the calls that are underway.
@@ -143,6 +149,7 @@ class Supervisor:
             fingerprint=self._spec.fingerprint if self._spec is not None else "",
             info=self._info,
             scheduler=None if is_replacing or not self._engine else self._engine.scheduler,
+            scheduler_id="" if self._engine is None else self._engine.scheduler_id,
         )
 
     def _replace(self, spec: EngineSpec, reason: str) -> None:
@@ -154,18 +161,18 @@ class Supervisor:
 
     async def _start_next(self, reason: str) -> None:
         """Drain and end the engine there is, and start the one that was asked for last."""
-        old, running = self._engine, self._running
+        old = self._engine
         if old is not None:
             await old.drain(reason, old.spec.config.server.drain_seconds)
             await old.close()
-        if running is not None:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
         assert self._spec is not None, "replace sets it"
-        self._engine = Engine(self._spec, epoch=self._next_epoch, report=self._change)
-        self._next_epoch += 1
-        self._running = asyncio.create_task(self._engine.run(), name="engine")
-        self._running.add_done_callback(lambda _: self._change())
+        self._engine = Engine(
+            self._spec,
+            next_epoch=lambda: next(self._epochs),
+            replicas=self._replicas,
+            report=self._change,
+        )
+        self._engine.start()
         # What holds changes when this task is done, so tell then.
         asyncio.get_running_loop().call_soon(self._change)
 
@@ -178,16 +185,42 @@ class Supervisor:
     def _see(self, client_id: str) -> None:
         self._seen_seconds[client_id] = self._last_seen_seconds = time.monotonic()
 
+    def _replicas(self) -> list[str]:
+        """Who has looked a moment ago."""
+        since_seconds = time.monotonic() - 2 * LOOK_SECONDS
+        return [client for client, seen in self._seen_seconds.items() if seen > since_seconds]
+
     async def _watch_lease(self) -> None:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             now = time.monotonic()
             for client_id, seen_seconds in list(self._seen_seconds.items()):
                 if now - seen_seconds > self._lease_seconds:
-                    del self._seen_seconds[client_id]
+                    self._forget(client_id)
             is_due = now - self._last_seen_seconds > self._lease_seconds
             if is_due and not self._num_looking:
                 await self.stop(f"no ingress replica has called for {self._lease_seconds:.0f} s")
+            try:
+                await self._end_dead_replicas()
+            except Exception:
+                logger.exception("asking for dead replicas failed; trying again")
+
+    async def _end_dead_replicas(self) -> None:
+        """Their requests hold blocks, and nobody will ever read what comes of them."""
+        if not self._actor_names:
+            return
+        alive = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
+        names = {entry["name"] for entry in alive}
+        for client_id, name in list(self._actor_names.items()):
+            if name not in names:
+                logger.warning("the ingress replica %s is dead; its requests end", name)
+                self._forget(client_id)
+                if self._engine is not None:
+                    await self._engine.forget(client_id)
+
+    def _forget(self, client_id: str) -> None:
+        self._seen_seconds.pop(client_id, None)
+        self._actor_names.pop(client_id, None)
 
 
 def supervisor_of(app: str, *, lease_seconds: float = LEASE_SECONDS) -> Any:

@@ -28,6 +28,26 @@ class EngineView:
     info: EngineInfo
     scheduler: Any
     """The scheduler actor once requests may go there, else None."""
+    scheduler_id: str
+    """Of that one; another one's is another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """How an engine came back, step by step. Times are of `time.time`."""
+
+    epoch: int
+    """The one that began."""
+    reason: str
+    replaced: tuple[str, ...]
+    """Processes that are new in it: `worker 2`, `scheduler`."""
+    noticed_seconds: float
+    left_seconds: float
+    """Everybody had left the old group, or was ended."""
+    loaded_seconds: float
+    """The model was in the memory of all workers."""
+    joined_seconds: float
+    """All were there, and steps began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +63,8 @@ class AppStatus:
     places: tuple[Place, ...]
     """Of all ranks, in their order."""
     scheduler: SchedulerStatus | None
+    num_restarts: int
+    """Processes that took the place of another."""
+    num_recoveries: int
+    recoveries: tuple[Recovery, ...]
+    """The last ones."""

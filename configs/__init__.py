@@ -7,6 +7,7 @@ from configs.resolve import (
     ResolvedCacheConfig,
     ResolvedConfig,
     ResolvedSchedulerConfig,
+    check,
     resolve,
 )
 from configs.sections import (
@@ -31,6 +32,7 @@ __all__ = [
     "ResolvedSchedulerConfig",
     "SchedulerConfig",
     "ServerConfig",
+    "check",
     "load",
     "resolve",
 ]

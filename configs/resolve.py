@@ -1,7 +1,7 @@
 """From what was configured to what holds: fills in the defaults that depend on something."""
 
 import ipaddress
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from pydantic import ByteSize
 
@@ -67,6 +67,23 @@ def resolve(
     )
 
 
+def check(config: Config) -> None:
+    """Raises ConfigError if the settings contradict each other on every device there is."""
+    problems = []
+    for device in _devices(config.parallel):
+        try:
+            resolve(config, device)
+        except ConfigError as error:
+            problems.append(error)
+        else:
+            return
+    raise problems[0]
+
+
+def _devices(parallel: ParallelConfig) -> tuple[Device, ...]:
+    return get_args(Device) if parallel.device == "auto" else (parallel.device,)
+
+
 def _resolve_model(model: ModelConfig, model_context_tokens: int | None) -> ModelConfig:
     if model_context_tokens is None:
         return model
@@ -95,12 +112,25 @@ def _resolve_scheduler(
 
 
 def _resolve_cache(cache: CacheConfig, device: Device, num_api_keys: int) -> ResolvedCacheConfig:
+    _check_scales(cache)
     values = dict(cache)
     if cache.hash == "auto":
         values["hash"] = "sha256" if num_api_keys > 1 else "xxh3_128"
     if cache.kv_cache_memory is None and device == "cpu":
         values["kv_cache_memory"] = CPU_KV_CACHE_MEMORY
     return ResolvedCacheConfig.model_validate(values)
+
+
+def _check_scales(cache: CacheConfig) -> None:
+    if cache.kv_cache_dtype == "fp8_e4m3":
+        return
+    for key in ("k_scale", "v_scale"):
+        scale = getattr(cache, key)
+        if scale != 1:
+            raise ConfigError(
+                f"cache.{key} is {scale:g}, but with cache.kv_cache_dtype {cache.kv_cache_dtype} "
+                f"nothing is scaled: set the dtype to fp8_e4m3, or leave the scale out."
+            )
 
 
 def _check_chunked_prefill(scheduler: ResolvedSchedulerConfig, max_model_len: int | None) -> None:

@@ -22,6 +22,7 @@ def _as_tuple(value: object) -> object:
 
 
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)]
+MetricsCompat = Literal["none", "vllm"]
 Secret = Annotated[SecretStr, Field(min_length=1)]
 Secrets = Annotated[tuple[Secret, ...], BeforeValidator(_as_tuple)]
 
@@ -78,8 +79,14 @@ class CacheConfig(Section):
     one API key is configured, otherwise `xxh3_128`."""
     hash_seed: int | None = Field(None, ge=0, le=MAX_UINT64)
     """Start value of all block hashes. Unset: drawn once per deployment."""
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the cached keys and values. `auto`: the type of the model."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3"] = "auto"
+    """Type of the cached keys and values. `auto`: the type of the model. `fp8_e4m3` takes one byte
+    a value, so that twice as many blocks fit as with bfloat16, and keeps four significant bits."""
+    k_scale: float = Field(1.0, gt=0)
+    """With `fp8_e4m3`, keys are divided by this to be stored. Larger keys than 448 times the scale
+    are cut off there, and small ones lose precision below 1/64 of it."""
+    v_scale: float = Field(1.0, gt=0)
+    """The same for values."""
     kv_cache_memory: ByteSize | None = Field(None, gt=0)
     """Memory for the KV cache of one rank, in bytes or with a unit (`512MiB`, `1GiB`). Unset:
     a fixed amount on CPU, on GPU what `cache.gpu_memory_utilization` leaves."""
@@ -171,6 +178,12 @@ class ServerConfig(Section):
     with 503."""
     max_queue_seconds: float = Field(600, gt=0)
     """How long a request may wait for its first step; then it is answered with 503."""
+    num_replicas: int = Field(1, ge=1, le=64)
+    """Processes that take requests, tokenize and write the streams. With `palimpsest serve` on a
+    cluster of its own one listens itself, which is three times as cheap as several behind Serve's
+    proxy; so more than one only helps where one does not keep up."""
+    metrics_compat: MetricsCompat = "none"
+    """`vllm`: `/metrics` also has the names that dashboards made for vLLM look for."""
     step_deadline_seconds: float = Field(30, gt=0)
     """How long a step may take before its workers count as lost. Steps that are slow in general
     get more, and the first one of a new group has no limit."""

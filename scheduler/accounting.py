@@ -100,7 +100,11 @@ class Accounting:
         self.scheduled_tokens = ScheduledTokens()
         self.finished: Counter[FinishReason] = Counter()
         self.rejected: Counter[str] = Counter()
+        self.orphaned_requests = 0
+        """Ended because the ingress replica that had submitted them is gone."""
         self.request_preemptions = Histogram.of_counts()
+        self.queue_seconds = Histogram.of_seconds()
+        """Of each request from its submission to its first admission."""
         self.demand = DemandWindow()
         self.evictions = Evictions()
 

@@ -10,16 +10,16 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 
 from configs import ResolvedConfig
+from scheduler.clients import Clients
 from scheduler.core import SchedulerCore
-from scheduler.errors import GroupLostError
+from scheduler.errors import LoopOverError
 from scheduler.messages import (
     AbortRequests,
     EndReason,
@@ -28,24 +28,23 @@ from scheduler.messages import (
     EngineState,
     PollAnswer,
     SubmitRequests,
+    Tally,
     TokenBatch,
     Unavailable,
     decode,
     encode,
 )
-from scheduler.outbox import Outbox
+from scheduler.metrics_desk import MetricsDesk
 from scheduler.ports import PlanLink, PlanLinkOffer
 from scheduler.status import Counters, SchedulerStatus, Timings
-from scheduler.step_loop import Load, StepLoop
+from scheduler.step_loop import GroupLoss, Load, StepLoop
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-POLL_SECONDS = 5.0
-"""How long a poll waits for news."""
-CLIENT_LOST_SECONDS = 15.0
-"""A replica that has not polled for so long is gone, and its requests are ended."""
+RESUME_SECONDS = 2.0
+"""How long new requests are held back for what known replicas bring from an earlier scheduler."""
 _TICK_SECONDS = 1.0
 _DRAIN_TICK_SECONDS = 0.05
 
@@ -59,16 +58,6 @@ class GroupSize:
     """With the null block."""
     max_model_len: int
     vocab_size: int
-
-
-@dataclass(slots=True)
-class _Client:
-    """One ingress replica."""
-
-    last_seen_seconds: float
-    outbox: Outbox = field(default_factory=Outbox)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    num_polls: int = 0
 
 
 def _end_process() -> None:
@@ -91,24 +80,51 @@ class SchedulerActor:
         self._on_idle = on_idle
         self._link: PlanLink | None = None
         self._loop: StepLoop | None = None
-        self._clients: dict[str, _Client] = {}
+        self._clients = Clients()
+        self._metrics = MetricsDesk()
         self._info = EngineInfo(EngineState.STARTING, "the workers are not there yet")
-        self._settled = asyncio.Event()
-        self._ticker: asyncio.Task[None] | None = None
+        self._drain_reason: str | None = None
+        self._joined_epoch = -1
+        self._loss: GroupLoss | None = None
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
 
     # -- supervisor ---------------------------------------------------------------------
 
     async def open_link(self, offer: PlanLinkOffer) -> str:
         """Open the link to a group that is about to form; the address for its workers."""
+        if self._link is not None:  # of a group that never formed
+            self._link.close()
         self._link = offer.open()
         return self._link.address
 
-    async def begin(self, epoch: int, size: GroupSize) -> None:
-        """Start the step loop over the open link; returns when all ranks have joined.
+    async def begin(self, epoch: int, size: GroupSize, awaited: Collection[str] = ()) -> None:
+        """Go on under `epoch` over the open link; returns when all ranks have joined.
 
-        Raises RuntimeError with the reason if the group is lost before that.
+        A scheduler that begins for the first time holds new requests back until the replicas
+        `awaited` have resumed what they had under an earlier one. Raises RuntimeError with the
+        reason if the group is lost before all have joined.
         """
         assert self._link is not None, "begin comes after open_link"
+        link, self._link = self._link, None
+        if self._loop is None:
+            self._loop = self._start_loop(epoch, size, frozenset(awaited))
+        self._info = msgspec.structs.replace(
+            self._info,
+            reason="the workers are joining their group",
+            epoch=epoch,
+            max_model_len=size.max_model_len,
+            vocab_size=size.vocab_size,
+            block_size=self._config.cache.block_size,
+            num_blocks=size.num_blocks,
+        )
+        self._loop.begin(epoch, link, num_blocks=size.num_blocks, num_ranks=size.num_ranks)
+        await self._until(lambda: self._joined_epoch == epoch or self._loss_of(epoch) is not None)
+        loss = self._loss_of(epoch)
+        if loss is not None:
+            raise RuntimeError(loss.reason)
+
+    def _start_loop(self, epoch: int, size: GroupSize, awaited: frozenset[str]) -> StepLoop:
         config = self._config
         core = SchedulerCore(
             scheduler=config.scheduler,
@@ -118,108 +134,132 @@ class SchedulerActor:
             pipeline_stages=config.parallel.pipeline_parallel_size,
             epoch=epoch,
         )
-        self._info = EngineInfo(
-            state=EngineState.STARTING,
-            reason="the workers are joining their group",
-            epoch=epoch,
-            max_model_len=size.max_model_len,
-            vocab_size=size.vocab_size,
-            block_size=config.cache.block_size,
-            num_blocks=size.num_blocks,
-        )
-        self._loop = StepLoop(
+        loop = StepLoop(
             core,
-            self._link,
-            num_ranks=size.num_ranks,
             step_deadline_seconds=config.server.step_deadline_seconds,
             listener=_OnEventLoop(self, asyncio.get_running_loop()),
         )
-        self._loop.start()
-        self._ticker = asyncio.create_task(self._tick(), name="clients")
-        await self._settled.wait()
-        if self._info.state is EngineState.FAILED:
-            raise RuntimeError(self._info.reason)
+        loop.start()
+        self._clients.wait_for(awaited)
+        self._tasks = [
+            asyncio.create_task(self._tick(), name="clients"),
+            asyncio.create_task(self._stop_awaiting(), name="resume"),
+        ]
+        return loop
+
+    async def lose(self, epoch: int, reason: str) -> GroupLoss:
+        """Somebody knows that the group of `epoch` is lost: all that ran waits for the next one.
+
+        What was noticed first, and when, if that is known already.
+        """
+        assert self._loop is not None, "there was a group"
+        self._loop.lose(epoch, reason)
+        return await self.wait_lost(epoch)
+
+    async def ping(self) -> None:
+        """Returns when the step loop has come round."""
+        if self._loop is not None:
+            await self._run(lambda core, now: None)
+
+    async def wait_lost(self, epoch: int) -> GroupLoss:
+        """Returns when the group of `epoch` is lost."""
+        await self._until(lambda: self._loss_of(epoch) is not None)
+        loss = self._loss_of(epoch)
+        assert loss is not None
+        return loss
 
     async def drain(self, reason: str) -> None:
         """Take nothing new; returns when all that was accepted has ended and was told."""
-        if self._info.state is EngineState.READY:
-            self._set_state(EngineState.DRAINING, reason)
-        while self._info.state is EngineState.DRAINING:
+        self._drain_reason = reason
+        self._tell()
+        await self._clients.all_resumed.wait()
+        while self._info.state is not EngineState.FAILED:
             num_open = await self._run(lambda core, now: len(core.requests))
-            if not num_open and all(c.outbox.is_empty for c in self._clients.values()):
+            if not num_open and self._clients.have_everything:
                 return
             await asyncio.sleep(_DRAIN_TICK_SECONDS)
 
     async def give_up(self, reason: str) -> None:
-        """The workers are lost: end all requests with an error that says `reason`."""
-        if self._loop is None:
-            self._set_state(EngineState.FAILED, reason)
-        else:
-            self._loop.lose(reason)
-            await self.wait_lost()
+        """There will be no workers: end all requests with an error that says `reason`."""
+        if self._loop is not None:
+            with contextlib.suppress(LoopOverError):
+                await self._run(lambda core, now: core.give_up(reason, now))
+        self._set_state(EngineState.FAILED, reason)
 
-    async def wait_lost(self) -> str:
-        """Returns, with the reason, when the group is lost."""
-        while self._info.state is not EngineState.FAILED:
-            self._settled.clear()
-            await self._settled.wait()
-        return self._info.reason
+    async def forget(self, client_id: str) -> None:
+        """A replica is gone for good: end its requests."""
+        self._end_client(client_id)
 
     async def stop(self) -> None:
         """End the step loop; requests that are alive are dropped without a word."""
-        if self._ticker is not None:
-            self._ticker.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._loop is not None:
             await asyncio.to_thread(self._loop.stop)
 
     async def status(self) -> SchedulerStatus:
         try:
             counters = await self._run(lambda core, now: Counters.of(core))
-        except GroupLostError:
+        except LoopOverError:
             return SchedulerStatus(self._info)
         timings = () if self._loop is None else tuple(self._loop.timings)
         return SchedulerStatus(self._info, counters, Timings.of(timings))
 
     # -- ingress ------------------------------------------------------------------------
 
+    async def resume(self, client_id: str, data: bytes) -> bytes:
+        """What a replica has that is not known here: SubmitRequests in, SubmitAnswer out.
+
+        It may be empty. From now on polls of the replica bring batches.
+        """
+        answer = await self._submit(data)
+        self._clients.resumed(client_id)
+        return answer
+
     async def submit(self, data: bytes) -> bytes:
         """SubmitRequests in, SubmitAnswer out. Submitting the same id again changes nothing."""
-        if self._loop is None or not self._info.is_ready:
+        if self._info.takes_requests:
+            await self._clients.all_resumed.wait()
+        if not self._info.takes_requests:
             return encode(Unavailable(self._info.reason))
+        return await self._submit(data)
+
+    async def _submit(self, data: bytes) -> bytes:
         messages = decode(data, SubmitRequests).requests
         for message in messages:
-            self._client(message.client_id)
+            self._clients.see(message.client_id)
         try:
-            answer = await self._run(lambda core, now: core.submit(messages, now))
-        except GroupLostError as error:
+            return encode(await self._run(lambda core, now: core.submit(messages, now)))
+        except LoopOverError as error:
             return encode(Unavailable(str(error)))
-        return encode(answer)
 
     async def end(self, data: bytes) -> None:
         """An EndRequest in. Unknown ids are remembered for a while."""
         message = decode(data, EndRequest)
-        with contextlib.suppress(GroupLostError):  # which has ended it
+        with contextlib.suppress(LoopOverError):
             await self._run(lambda core, now: core.end(message, now))
 
     async def poll(self, client_id: str, last_batch: int) -> bytes:
         """A PollAnswer: at once if there is news for this client, else after some seconds.
 
-        A newer poll of the same client lets the older one return without news.
+        A client that is not known is told so, and nothing else. A newer poll of the same client
+        lets the older one return without news.
         """
-        client = self._client(client_id)
-        client.num_polls += 1
-        this_poll = client.num_polls
-        client.news.set()  # an older poll that is still waiting goes home
-        number, batches = client.outbox.take(last_batch)
-        if not batches and this_poll > 1:  # the first one is to learn the state at once
-            client.news.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_SECONDS):
-                    await client.news.wait()
-            client.last_seen_seconds = time.monotonic()
-            if client.num_polls == this_poll:
-                number, batches = client.outbox.take(last_batch)
+        client = self._clients.see(client_id)
+        if not client.has_resumed:
+            return encode(PollAnswer(0, (), self._info, is_new=True))
+        number, batches = await client.take(last_batch)
         return encode(PollAnswer(number, batches, self._info))
+
+    async def exchange_counts(self, data: bytes) -> bytes:
+        """A Tally in, a TallyAnswer out: what a replica knows, for what everybody counted."""
+        self._metrics.take(decode(data, Tally))
+        measured = None
+        if self._loop is not None and self._info.state is not EngineState.FAILED:
+            with contextlib.suppress(LoopOverError):
+                measured = await self._run(self._metrics.measure_of(self._loop))
+        self._metrics.forget_all_but(self._clients, time.monotonic())
+        return encode(self._metrics.answer(measured))
 
     async def abort(self, data: bytes) -> int:
         """AbortRequests in; how many sequences that ended."""
@@ -231,21 +271,25 @@ class SchedulerActor:
         await self._run(lambda core, now: core.reset_prefix_cache())
 
     async def _run(self, function: Callable[[SchedulerCore, float], T]) -> T:
-        """Let the step loop run `function`; raises GroupLostError without one."""
+        """Let the step loop run `function`; raises LoopOverError without one."""
         if self._loop is None:
-            raise GroupLostError(self._info.reason)
+            raise LoopOverError(self._info.reason)
         return await asyncio.wrap_future(self._loop.call(function))
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _loss_of(self, epoch: int) -> GroupLoss | None:
+        """The last loss, if it was of `epoch` or a later one."""
+        loss = self._loss
+        return loss if loss is not None and loss.epoch >= epoch else None
 
     # -- news from the step loop, on the event loop ---------------------------------------
 
-    def _client(self, client_id: str) -> _Client:
-        client = self._clients.get(client_id)
-        if client is None:
-            client = self._clients[client_id] = _Client(time.monotonic())
-        client.last_seen_seconds = time.monotonic()
-        return client
-
-    def on_joined(self) -> None:
+    def on_joined(self, epoch: int) -> None:
+        self._joined_epoch = epoch
         self._set_state(EngineState.READY)
 
     def on_news(self, batches: Mapping[str, TokenBatch], load: Load) -> None:
@@ -256,43 +300,49 @@ class SchedulerActor:
             waiting_tokens=load.waiting_tokens,
             tokens_per_second=load.tokens_per_second,
         )
-        for client_id, batch in batches.items():
-            client = self._clients.get(client_id)
-            if client is not None:  # else it is gone, and its requests are being ended
-                client.outbox.put(batch)
-                client.news.set()
+        self._clients.put(batches)
 
-    def on_lost(self, reason: str) -> None:
-        self._set_state(EngineState.FAILED, reason)
+    def on_lost(self, loss: GroupLoss) -> None:
+        self._loss = loss
+        self._set_state(EngineState.RECOVERING, loss.reason)
 
     def _set_state(self, state: EngineState, reason: str = "") -> None:
-        self._info = msgspec.structs.replace(self._info, state=state, reason=reason)
-        self._settled.set()
-        for client in self._clients.values():
-            client.news.set()
+        if self._info.state is not EngineState.FAILED:
+            self._info = msgspec.structs.replace(self._info, state=state, reason=reason)
+        self._tell()
+
+    def _tell(self) -> None:
+        info = self._info
+        if self._drain_reason is not None and info.takes_requests:
+            self._info = msgspec.structs.replace(
+                info, state=EngineState.DRAINING, reason=self._drain_reason
+            )
+        self._changed.set()
+        self._clients.wake()
+
+    async def _stop_awaiting(self) -> None:
+        """A replica that died together with the last scheduler is not waited for."""
+        await self._until(lambda: self._joined_epoch >= 0)
+        await asyncio.sleep(RESUME_SECONDS)
+        self._clients.wait_no_longer()
 
     async def _tick(self) -> None:
         was_busy = False
         while True:
             await asyncio.sleep(_TICK_SECONDS)
-            self._end_lost_clients(time.monotonic())
+            for client_id in self._clients.lost(time.monotonic()):
+                self._end_client(client_id)
             is_busy = bool(self._info.running_requests or self._info.waiting_requests)
             if was_busy and not is_busy:
                 self._on_idle()
             was_busy = is_busy
 
-    def _end_lost_clients(self, now: float) -> None:
-        """End what belongs to replicas that are gone."""
-        gone = {
-            client_id
-            for client_id, client in self._clients.items()
-            if now - client.last_seen_seconds > CLIENT_LOST_SECONDS
-        }
-        if gone and self._loop is not None:
-            logger.warning("%d ingress replicas are gone; their requests end", len(gone))
-            for client_id in gone:
-                del self._clients[client_id]
-            self._loop.call(partial(_end_all, frozenset(gone)))
+    def _end_client(self, client_id: str) -> None:
+        """End what belongs to a replica that is gone."""
+        logger.warning("ingress replica %s is gone; its requests end", client_id)
+        self._clients.forget(client_id)
+        if self._loop is not None:
+            self._loop.call(lambda core, now: core.abandon(client_id, now))
 
 
 class _OnEventLoop:
@@ -302,14 +352,14 @@ class _OnEventLoop:
         self._actor = actor
         self._call = event_loop.call_soon_threadsafe
 
-    def on_joined(self) -> None:
-        self._call(self._actor.on_joined)
+    def on_joined(self, epoch: int) -> None:
+        self._call(self._actor.on_joined, epoch)
 
     def on_news(self, batches: Mapping[str, TokenBatch], load: Load) -> None:
         self._call(self._actor.on_news, batches, load)
 
-    def on_lost(self, reason: str) -> None:
-        self._call(self._actor.on_lost, reason)
+    def on_lost(self, loss: GroupLoss) -> None:
+        self._call(self._actor.on_lost, loss)
 
     def on_crash(self) -> None:
         self._actor.on_crash()

@@ -7,10 +7,11 @@ Whoever hosts it (the actor, the simulator, a test) brings time and delivers mes
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 from configs import ConfigError, ResolvedCacheConfig, ResolvedSchedulerConfig
 from scheduler.accounting import Accounting
-from scheduler.admission import bad_request, max_total_tokens, never_fits, queue_full
+from scheduler.admission import NAMES_OF_REFUSALS, AdmissionRules
 from scheduler.block_pool import AllBlocksCleared, CacheEvent
 from scheduler.errors import CacheInUseError, ProtocolError
 from scheduler.group import WorkerGroup
@@ -22,7 +23,6 @@ from scheduler.messages import (
     EndRequest,
     FinishReason,
     InterruptionCause,
-    NeverFits,
     SeqOutput,
     StepPlan,
     StepResult,
@@ -33,6 +33,7 @@ from scheduler.messages import (
 )
 from scheduler.planner import StepPlanner
 from scheduler.prefix_cache import BlockHasher
+from scheduler.quarantine import VERDICT, Quarantine
 from scheduler.request import Move, Request, Status
 from scheduler.tombstones import Tombstones
 
@@ -73,24 +74,31 @@ class SchedulerCore:
                 f" without chunked prefill it must be at least the context length {max_model_len}:"
                 " a preempted request could never get in again"
             )
-        self._config = scheduler
-        self._cache = cache
-        self._steps_in_flight = scheduler.steps_in_flight
-        self._max_model_len = max_model_len
+        self._admission = AdmissionRules(scheduler, max_model_len)
         self.max_num_batched_tokens = scheduler.max_num_batched_tokens
         self._cache_events: list[CacheEvent] | None = [] if record_cache_events else None
-        self._hasher = BlockHasher(cache.block_size, cache.hash, cache.hash_seed or 0)
         self._submissions = 0
         self._tombstones = Tombstones()
         self._deltas: defaultdict[str, list[TokenDelta]] = defaultdict(list)
         self.requests: dict[str, Request] = {}
         """All that have not ended."""
         self.accounting = Accounting()
+        self._quarantine = Quarantine()
+        self._new_group = partial(
+            WorkerGroup,
+            steps_in_flight=scheduler.steps_in_flight,
+            hasher=BlockHasher(cache.block_size, cache.hash, cache.hash_seed or 0),
+            block_size=cache.block_size,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            evictions=self.accounting.evictions,
+            cache_events=self._cache_events,
+        )
         self.group = self._new_group(epoch=epoch, num_blocks=num_blocks)
         self._planner = StepPlanner(
             scheduler,
             group=self.group,
             accounting=self.accounting,
+            quarantine=self._quarantine,
             pipeline_stages=pipeline_stages,
         )
         self.waiting = self._planner.waiting
@@ -112,30 +120,13 @@ class SchedulerCore:
         for message in messages:
             if not self._is_known(message.request_id):
                 fresh.setdefault(message.request_id, message)
-        for message in fresh.values():
-            refusal = bad_request(
-                message, max_model_len=self._max_model_len, policy=self._config.policy
-            )
-            if refusal is not None:
-                self.accounting.rejected["bad_request"] += 1
-                return refusal
+        refusal = self._admission.refusal(
+            fresh.values(), self.waiting, capacity_tokens=self.group.capacity_tokens
+        )
+        if refusal is not None:
+            self.accounting.rejected[NAMES_OF_REFUSALS[type(refusal)]] += 1
+            return refusal
         requests = [Request.of(m, self._submissions + i) for i, m in enumerate(fresh.values())]
-        new = [request for request in requests if not request.is_continuation]
-        for request in new:
-            too_large = self._never_fits(request)
-            if too_large is not None:
-                self.accounting.rejected["never_fits"] += 1
-                return too_large
-        if new:
-            full = queue_full(
-                new,
-                self.waiting,
-                max_requests=self._config.max_waiting_requests,
-                max_tokens=self._config.max_waiting_tokens,
-            )
-            if full is not None:
-                self.accounting.rejected["queue_full"] += 1
-                return full
         self._submissions += len(requests)
         for request in requests:
             self._enter(request, now)
@@ -152,6 +143,14 @@ class SchedulerCore:
             self._end(request, message, now)
         elif message.request_id not in self._tombstones:
             self._tombstones.remember(message.request_id, now, message)
+
+    def abandon(self, client_id: str, now: float) -> None:
+        """End, without a word, what belongs to a client that is gone; it may still come back."""
+        for request in [r for r in self.requests.values() if r.client_id == client_id]:
+            self._end(request, EndRequest(request.request_id, EndReason.ABORT), now)
+            self._tombstones.forget(request.request_id)
+            self.accounting.orphaned_requests += 1
+        self._deltas.pop(client_id, None)
 
     def take_batches(self) -> dict[str, TokenBatch]:
         """The deltas since the last call, one batch per client; each delta is given once."""
@@ -208,6 +207,9 @@ class SchedulerCore:
         fit ends here.
         """
         old = self.group
+        culprit = None
+        if cause is InterruptionCause.WORKER_LOST:
+            culprit = self._quarantine.died(r for r in old.running if old.is_in_flight(r))
         for request in reversed(old.running):
             self._planner.interrupt(request, cause, now)
         for request in self.requests.values():  # step ids begin again
@@ -216,9 +218,18 @@ class SchedulerCore:
                 bill.since_step -= old.window.next_step_id
         if self._cache_events is not None:
             self._cache_events.append(AllBlocksCleared())
-        self.group = self._planner.group = self._new_group(
-            epoch=old.epoch + 1, num_blocks=num_blocks or old.pool.num_blocks
-        )
+        self.begin_epoch(old.epoch + 1, num_blocks or old.pool.num_blocks, now)
+        if culprit is not None and culprit.status is Status.WAITING:
+            self._finish(culprit, FinishReason.ERROR, now, error=VERDICT)
+
+    def begin_epoch(self, epoch: int, num_blocks: int, now: float) -> None:
+        """Go on under `epoch`, with a pool of `num_blocks`, in which nothing has run yet.
+
+        Between the loss of a group and the next one several epochs may pass.
+        """
+        assert epoch >= self.group.epoch, "epochs only rise"
+        assert not self.group.window.next_step_id or epoch > self.group.epoch, "it has run"
+        self.group = self._planner.group = self._new_group(epoch=epoch, num_blocks=num_blocks)
         for request in list(self.requests.values()):
             self._fit(request, now)
 
@@ -239,6 +250,7 @@ class SchedulerCore:
 
     def _enter(self, request: Request, now: float) -> None:
         self.requests[request.request_id] = request
+        request.submitted_seconds = now
         if request.is_continuation:
             held_tokens = request.num_tokens - 1 if request.num_output_tokens else 0
             step_id = self.group.window.next_step_id
@@ -254,27 +266,17 @@ class SchedulerCore:
 
     def _fit(self, request: Request, now: float) -> None:
         """Cut a waiting request to the pool, and end it if nothing of it is left to do."""
-        request.max_total_tokens = max_total_tokens(
-            request,
-            max_model_len=self._max_model_len,
-            capacity_tokens=self.group.capacity_tokens,
+        capacity_tokens = self.group.capacity_tokens
+        request.max_total_tokens = self._admission.max_total_tokens(request, capacity_tokens)
+        too_large = self._admission.never_fits(
+            request.num_prompt_tokens, request.sampling, capacity_tokens
         )
-        too_large = self._never_fits(request)
         if too_large is not None and not request.num_output_tokens:
             self._finish(request, FinishReason.ERROR, now, error=too_large.message)
             return
         finish = request.finish_reason() or (FinishReason.LENGTH if too_large else None)
         if finish is not None:
             self._finish(request, finish, now)
-
-    def _never_fits(self, request: Request) -> NeverFits | None:
-        return never_fits(
-            request.num_prompt_tokens,
-            request.sampling.max_tokens,
-            ignore_eos=request.sampling.ignore_eos,
-            max_model_len=self._max_model_len,
-            capacity_tokens=self.group.capacity_tokens,
-        )
 
     def _apply_output(self, request: Request, output: SeqOutput, now: float) -> bool:
         """Take what the workers say of one request; True if that ended it.
@@ -296,6 +298,8 @@ class SchedulerCore:
                 break
         if request.status is Status.WAITING:
             self.waiting.num_tokens += len(token_ids)
+        if self._quarantine and token_ids:
+            self._quarantine.clear(request)
         logprobs = output.logprobs[: len(token_ids)]
         if finish is not None:
             self._finish(request, finish, now, token_ids=token_ids, logprobs=logprobs)
@@ -383,6 +387,7 @@ class SchedulerCore:
             self.waiting.remove(request)
         request.move(Move.FINISH, self.group.window.next_step_id)
         self.accounting.ended(request, reason)
+        self._quarantine.clear(request)
         del self.requests[request.request_id]
         self._tombstones.remember(request.request_id, now)
 
@@ -392,15 +397,3 @@ class SchedulerCore:
         """It is alive, or it ended a short while ago. An end that came first does not count."""
         has_ended = request_id in self._tombstones and not self._tombstones.early_end(request_id)
         return has_ended or request_id in self.requests
-
-    def _new_group(self, *, epoch: int, num_blocks: int) -> WorkerGroup:
-        return WorkerGroup(
-            epoch=epoch,
-            num_blocks=num_blocks,
-            steps_in_flight=self._steps_in_flight,
-            hasher=self._hasher,
-            block_size=self._cache.block_size,
-            enable_prefix_caching=self._cache.enable_prefix_caching,
-            evictions=self.accounting.evictions,
-            cache_events=self._cache_events,
-        )

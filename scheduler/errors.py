@@ -34,3 +34,7 @@ class LinkError(SchedulerError):
 
 class GroupLostError(SchedulerError):
     """The worker group cannot go on in this epoch; the message says who reported what."""
+
+
+class LoopOverError(SchedulerError):
+    """The step loop has been stopped; nobody is left to do what was asked."""

@@ -3,9 +3,13 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-# 1 ms to 17 minutes, each bound twice the last.
-_SECONDS = tuple(0.001 * 2**i for i in range(21))
-_COUNTS = (0, 1, 2, 3, 5, 8, 13, 21, 34)
+SECONDS = tuple(0.001 * 2**i for i in range(21))
+"""1 ms to 17 minutes, each bound twice the last."""
+STEP_SECONDS = tuple(0.00005 * 2**i for i in range(21))
+"""50 us, which is less than planning takes, to 52 s."""
+COUNTS = (0, 1, 2, 3, 5, 8, 13, 21, 34)
+TOKENS = tuple(2**i for i in range(21))
+"""1 to a million."""
 
 
 class Histogram:
@@ -19,16 +23,24 @@ class Histogram:
 
     @classmethod
     def of_seconds(cls) -> "Histogram":
-        return cls(_SECONDS)
+        return cls(SECONDS)
 
     @classmethod
     def of_counts(cls) -> "Histogram":
-        return cls(_COUNTS)
+        return cls(COUNTS)
+
+    @classmethod
+    def of_step_seconds(cls) -> "Histogram":
+        return cls(STEP_SECONDS)
+
+    @classmethod
+    def of_tokens(cls) -> "Histogram":
+        return cls(TOKENS)
 
     @property
     def count(self) -> int:
         return sum(self.bucket_counts)
 
-    def observe(self, value: float) -> None:
-        self.bucket_counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self.bucket_counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times

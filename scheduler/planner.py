@@ -21,6 +21,7 @@ from scheduler.messages import (
     Update,
 )
 from scheduler.policy import Fcfs, Policy, Priority, WaitingQueue
+from scheduler.quarantine import Quarantine
 from scheduler.request import NEVER, Move, Request, Status
 from scheduler.slots import choose_slot_victims
 
@@ -51,6 +52,7 @@ class StepPlanner:
         *,
         group: WorkerGroup,
         accounting: Accounting,
+        quarantine: Quarantine,
         pipeline_stages: int,
     ) -> None:
         self._max_num_seqs = config.max_num_seqs
@@ -63,6 +65,7 @@ class StepPlanner:
         self._slot_preemption = config.policy == "priority" and config.slot_preemption
         self._stages = pipeline_stages
         self._accounting = accounting
+        self._quarantine = quarantine
         self._requeues = 0
         self._admissions = 0
         self.group = group
@@ -78,11 +81,16 @@ class StepPlanner:
             return None
         group.pool.now_seconds = now
         draft = _Draft(group.window.next_step_id, self._max_num_batched_tokens)
-        if self._slot_preemption:
-            self._preempt_for_slots(now)
-        self._plan_running(draft, now)
-        if not draft.ran_dry:
-            self._plan_waiting(draft)
+        if self._quarantine.suspect is not None:
+            if group.window.num_in_flight:
+                return None  # whose work it is that kills shall be beyond doubt
+            self._plan_alone(draft, self._quarantine.suspect, now)
+        else:
+            if self._slot_preemption:
+                self._preempt_for_slots(now)
+            self._plan_running(draft, now)
+            if not draft.ran_dry:
+                self._plan_waiting(draft)
         updates = self._updates(draft)
         if not updates and not draft.work:
             return None
@@ -107,7 +115,7 @@ class StepPlanner:
 
     # -- running requests ---------------------------------------------------------------
 
-    def _plan_running(self, draft: _Draft, now: float) -> None:
+    def _plan_running(self, draft: _Draft, now: float, only: Request | None = None) -> None:
         """The hot loop: in steady decode all of its cost is per running request."""
         group = self.group
         running, block_size, window = group.running, group.kv.block_size, group.window
@@ -122,7 +130,7 @@ class StepPlanner:
             index += 1
             start = request.num_computed
             num_tokens = request.num_lacking
-            if not num_tokens:
+            if not num_tokens or (only is not None and request is not only):
                 continue
             if pipelined:
                 if window.is_in_flight(request.last_planned_step):
@@ -220,30 +228,50 @@ class StepPlanner:
     def _plan_waiting(self, draft: _Draft) -> None:
         group, waiting = self.group, self.waiting
         while draft.budget and waiting and len(group.running) < self._max_num_seqs:
-            request = waiting.peek()
-            if group.is_in_flight(request):
-                # Opened again before its last token is back, that token would be dropped and
-                # computed anew, and the request may be preempted for the same lack of room.
+            if not self._try_to_admit(draft, waiting.peek()):
                 break
-            if group.kv.is_still_refused(request):
+
+    def _try_to_admit(self, draft: _Draft, request: Request) -> bool:
+        """Whether `request` got in; nothing is changed if it did not."""
+        group = self.group
+        if group.is_in_flight(request):
+            # Opened again before its last token is back, that token would be dropped and
+            # computed anew, and the request may be preempted for the same lack of room.
+            return False
+        if group.kv.is_still_refused(request):
+            return False
+        hit = group.kv.find_hit(request)
+        num_hit = len(hit) * group.kv.block_size
+        num_tokens = min(request.num_tokens - num_hit, self._chunk_limit())
+        if num_tokens > draft.budget:
+            if not self._chunked:
+                return False
+            num_tokens = draft.budget
+        if not group.kv.admit(request, hit, num_hit + num_tokens):
+            return False
+        self.waiting.remove(request)
+        self._admit(draft, request, num_hit, num_hit + num_tokens)
+        return True
+
+    def _plan_alone(self, draft: _Draft, suspect: Request, now: float) -> None:
+        """A step of nobody else, at the expense of those that were found innocent before."""
+        running = self.group.running
+        if suspect.status is Status.RUNNING:
+            self._plan_running(draft, now, only=suspect)
+            return
+        while len(running) >= self._max_num_seqs or not self._try_to_admit(draft, suspect):
+            if not running:
                 break
-            hit = group.kv.find_hit(request)
-            num_hit = len(hit) * group.kv.block_size
-            num_tokens = min(request.num_tokens - num_hit, self._chunk_limit())
-            if num_tokens > draft.budget:
-                if not self._chunked:
-                    break
-                num_tokens = draft.budget
-            if not group.kv.admit(request, hit, num_hit + num_tokens):
-                break
-            waiting.remove(request)
-            self._admit(draft, request, num_hit, num_hit + num_tokens)
+            self.interrupt(running.pop(), InterruptionCause.BLOCKS, now)
 
     def _admit(self, draft: _Draft, request: Request, num_hit: int, end: int) -> None:
         group, accounting = self.group, self._accounting
         counts_lookup = group.kv.enable_prefix_caching and (
             request.sampling.prompt_logprobs is None or request.bill is not None
         )
+        if request.bill is None:
+            waited_seconds = group.pool.now_seconds - request.submitted_seconds
+            accounting.queue_seconds.observe(waited_seconds)
         accounting.admitted(request, num_hit, counts_lookup=counts_lookup)
         accounting.scheduled_tokens.add(request, num_hit, end)
         request.move(Move.ADMIT, draft.step_id)

@@ -99,6 +99,8 @@ class Request:
     """End-of-sequence ids, unless ignored, and the request's own stop ids."""
 
     ref: SeqRef
+    submitted_seconds: float = 0.0
+    """On the clock of the core, unlike `arrival_seconds`."""
     status: Status = Status.WAITING
     requeue_index: int = 0
     """Falls with each return to the queue, so that the last to return is the first to go."""

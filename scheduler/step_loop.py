@@ -4,7 +4,9 @@
                       ├─► core ── plan, batches ─┤
     link.receive ─────┘                          └─► Listener.on_news, to the ingress replicas
 
-Plans go out before batches: while workers wait nothing is computed.
+Plans go out before batches: while workers wait nothing is computed. The loop outlives worker
+groups: each comes with a link of its own, and between two of them there is none, so that calls
+run and no step is planned.
 """
 
 import logging
@@ -18,7 +20,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from scheduler.core import SchedulerCore
 from scheduler.deadline import StepDeadline
-from scheduler.errors import CacheInUseError, GroupLostError, LinkError
+from scheduler.errors import CacheInUseError, GroupLostError, LinkError, LoopOverError
+from scheduler.histogram import Histogram
 from scheduler.messages import (
     Heartbeat,
     StepPlan,
@@ -67,38 +70,46 @@ class StepTiming:
     """In the scheduler: from there until the plans that it made possible were sent."""
 
 
+@dataclass(frozen=True, slots=True)
+class GroupLoss:
+    """The end of a worker group, as far as the scheduler saw it."""
+
+    epoch: int
+    reason: str
+    num_steps: int
+    """Steps of the epoch that were answered."""
+    lost_seconds: float
+    """By the clock of the machine."""
+
+
 class Listener(Protocol):
     """Told what happens, on the thread of the loop; must return soon."""
 
-    def on_joined(self) -> None:
-        """All ranks are there, and steps begin."""
+    def on_joined(self, epoch: int) -> None:
+        """All ranks of the group are there, and steps begin."""
 
     def on_news(self, batches: Mapping[str, TokenBatch], load: Load) -> None:
         """Deltas by client, and a load that differs from the last one."""
 
-    def on_lost(self, reason: str) -> None:
-        """The group is lost, every request has ended, and the loop is over."""
+    def on_lost(self, loss: GroupLoss) -> None:
+        """The group is lost, and all that ran waits for another one."""
 
     def on_crash(self) -> None:
         """The core raised. Nothing it holds can be trusted, so the process should end."""
 
 
 class StepLoop:
-    """Runs `core` over `link` on a thread of its own, from `start` to `stop` or a loss."""
+    """Runs `core` on a thread of its own, from `start` to `stop`."""
 
     def __init__(
-        self,
-        core: SchedulerCore,
-        link: PlanLink,
-        *,
-        num_ranks: int,
-        step_deadline_seconds: float,
-        listener: Listener,
+        self, core: SchedulerCore, *, step_deadline_seconds: float, listener: Listener
     ) -> None:
         self._core = core
-        self._link = link
+        self._step_deadline_seconds = step_deadline_seconds
         self._listener = listener
-        self._missing_ranks = set(range(num_ranks))
+        self._link: PlanLink = _NoLink()
+        self._has_group = False
+        self._missing_ranks: set[int] = set()
         self._deadline = StepDeadline(step_deadline_seconds)
         self._mailbox: deque[tuple[Call, Future[Any]]] = deque()
         self._events: deque[tuple[object, ...]] = deque(maxlen=_NUM_EVENTS_TOLD)
@@ -106,6 +117,10 @@ class StepLoop:
         self._rate = _Rate()
         self._stopping = False
         self.timings: deque[StepTiming] = deque(maxlen=_NUM_TIMINGS)
+        self.step_seconds = {
+            part: Histogram.of_step_seconds() for part in ("plan", "execute", "apply")
+        }
+        """Of all steps, by their parts as in StepTiming."""
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
 
     def start(self) -> None:
@@ -120,7 +135,7 @@ class StepLoop:
     def call(self, function: Callable[[SchedulerCore, float], T]) -> "Future[T]":
         """Let the loop run `function(core, now)` between two steps. From any thread.
 
-        The future fails with GroupLostError when the loop is over.
+        The future fails with LoopOverError when the loop is over.
         """
         future: Future[T] = Future()
         self._mailbox.append((function, future))
@@ -130,20 +145,41 @@ class StepLoop:
             self._link.wake()
         return future
 
-    def lose(self, reason: str) -> None:
-        """Give up the group, because somebody knows that it is lost. From any thread."""
+    def begin(self, epoch: int, link: PlanLink, *, num_blocks: int, num_ranks: int) -> None:
+        """Go on under `epoch` with a new group, as soon as its ranks have said that they are there.
 
-        def fail(core: SchedulerCore, now: float) -> None:
-            raise GroupLostError(reason)
+        From any thread. The link is the loop's from now on.
+        """
 
-        self.call(fail)
+        def attach(core: SchedulerCore, now: float) -> None:
+            self._lose("another group takes its place")
+            core.begin_epoch(epoch, num_blocks, now)
+            self._link = link
+            self._has_group = True
+            self._missing_ranks = set(range(num_ranks))
+            self._deadline = StepDeadline(self._step_deadline_seconds)
+
+        self.call(attach)
+
+    def lose(self, epoch: int, reason: str) -> None:
+        """Give up the group of `epoch`, because somebody knows that it is lost. From any thread.
+
+        Nothing happens if that was known already.
+        """
+
+        def lose(core: SchedulerCore, now: float) -> None:
+            if core.group.epoch == epoch:
+                self._lose(reason)
+
+        self.call(lose)
 
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._round()
-        except (GroupLostError, LinkError) as error:
-            self._lose(str(error))
+                try:
+                    self._round()
+                except (GroupLostError, LinkError) as error:
+                    self._lose(str(error))
         except Exception:
             logger.exception("the scheduler core failed; last events: %s", list(self._events))
             self._listener.on_crash()
@@ -156,17 +192,17 @@ class StepLoop:
         messages = self._link.receive(_TICK_SECONDS)
         arrived = time.perf_counter()
         result = None
-        self._run_calls()
         for message in messages:
             if isinstance(message, StepResult):
                 result = message
             self._take(message)
+        self._run_calls()
         applied = time.perf_counter()
-        if not self._missing_ranks:
+        if self._has_group and not self._missing_ranks:
             self._publish_plans()
         if result is not None:
             published = time.perf_counter()
-            self.timings.append(
+            self._note_timing(
                 StepTiming(
                     gap_seconds=result.gap_seconds,
                     execute_seconds=result.execute_seconds,
@@ -180,6 +216,12 @@ class StepLoop:
             raise GroupLostError(
                 f"the workers have not answered a step for {overdue_seconds:.0f} s"
             )
+
+    def _note_timing(self, timing: StepTiming) -> None:
+        self.timings.append(timing)
+        self.step_seconds["plan"].observe(timing.plan_seconds)
+        self.step_seconds["execute"].observe(timing.execute_seconds)
+        self.step_seconds["apply"].observe(timing.apply_seconds)
 
     def _run_calls(self) -> None:
         while self._mailbox:
@@ -210,7 +252,7 @@ class StepLoop:
                 if said == epoch and rank in self._missing_ranks:
                     self._missing_ranks.remove(rank)
                     if not self._missing_ranks:
-                        self._listener.on_joined()
+                        self._listener.on_joined(epoch)
             case WorkerFault(epoch=said):
                 if said == epoch:
                     raise GroupLostError(
@@ -242,16 +284,51 @@ class StepLoop:
             self._listener.on_news(batches, load)
 
     def _lose(self, reason: str) -> None:
-        logger.error("worker group lost in epoch %d: %s", self._core.group.epoch, reason)
-        self._core.give_up(reason, time.monotonic())
+        """Let everything wait for the next group; does nothing without one."""
+        if not self._has_group:
+            return
+        core, link = self._core, self._link
+        loss = GroupLoss(
+            core.group.epoch, reason, core.group.window.next_result_id, lost_seconds=time.time()
+        )
+        logger.error("worker group lost in epoch %d: %s", loss.epoch, reason)
+        core.lose_group(time.monotonic())
+        self._link, self._has_group = _NoLink(), False
+        self._deadline = StepDeadline(self._step_deadline_seconds)
         self._report()
-        self._listener.on_lost(reason)
+        self._listener.on_lost(loss)
+        link.close()
 
     def _refuse_calls(self) -> None:
         while self._mailbox:
             _, future = self._mailbox.popleft()
             if future.set_running_or_notify_cancel():
-                future.set_exception(GroupLostError("the step loop is over"))
+                future.set_exception(LoopOverError("the step loop is over"))
+
+
+class _NoLink:
+    """Stands where a link would be while there is no group: nobody speaks, but calls wake it."""
+
+    address = ""
+
+    def __init__(self) -> None:
+        self._woken = threading.Event()
+        # A call that came just now has woken the link that was here before.
+        self._woken.set()
+
+    def publish(self, plan: StepPlan) -> None:
+        raise LinkError("there is no worker group")
+
+    def receive(self, timeout_seconds: float) -> list[WorkerMessage]:
+        self._woken.wait(timeout_seconds)
+        self._woken.clear()
+        return []
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def close(self) -> None:
+        pass
 
 
 class _Rate:

@@ -28,6 +28,9 @@ class Tombstones:
         self._ended.pop(request_id, None)
         self._ended[request_id] = (now, early_end)
 
+    def forget(self, request_id: str) -> None:
+        self._ended.pop(request_id, None)
+
     def expire(self, now: float) -> None:
         """Forget the ids that ended too long ago to matter."""
         while self._ended:

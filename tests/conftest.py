@@ -1,12 +1,14 @@
 """What all tests share: where large test data lies, and that nothing is skipped in CI."""
 
 import os
+import secrets
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests.support.leftovers import RUN_VARIABLE, wait_for_run_to_end
 from tests.support.ray_cluster import set_environment
 
 # Before any test module imports Ray.
@@ -29,6 +31,27 @@ def test_data_dir() -> Path | None:
     if not path.is_dir():
         pytest.fail(f"{TEST_DATA_VARIABLE} is {folder}, which is no folder.")
     return path
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not _is_xdist_worker(config):
+        os.environ[RUN_VARIABLE] = secrets.token_hex(16)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
+    """The last thing of the whole run: nothing of it may live on, also with another parent."""
+    yield
+    if _is_xdist_worker(session.config):
+        return
+    left = wait_for_run_to_end()
+    if left:
+        print("\nThese processes of the test run live on:", *left, sep="\n  ")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _is_xdist_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -75,6 +75,7 @@ class WorkerActor:
         self._link: WorkerLink | None = None
         self._listener: socket.socket | None = None
         self._epoch = -1
+        self._num_steps = 0
         self._leaving = False
 
     def listen(self, host: str, ports: range) -> int:
@@ -105,7 +106,7 @@ class WorkerActor:
         """A JoinGroup in, a WorkerHello out; returns when all ranks have found each other."""
         assert self._loaded is not None, "join comes after load"
         message = decode(data, JoinGroup)
-        self._epoch, self._leaving = message.epoch, False
+        self._epoch, self._num_steps, self._leaving = message.epoch, 0, False
         listener, self._listener = self._listener, None
         return encode(self._loaded.join(message, listener))
 
@@ -120,6 +121,7 @@ class WorkerActor:
         try:
             while not self._leaving:
                 loop.turn()
+                self._num_steps = loop.next_step_id
         except Exception as error:
             if self._leaving:
                 return
@@ -139,8 +141,11 @@ class WorkerActor:
             link.close()
             self._loaded.leave()
 
-    def leave(self) -> None:
-        """End the `run` that is underway, also when it waits for ranks that are gone."""
+    def leave(self) -> int:
+        """End the `run` that is underway, also when it waits for ranks that are gone.
+
+        How many steps of the epoch this rank has done.
+        """
         self._leaving = True
         self._close_listener()
         link, loaded = self._link, self._loaded
@@ -148,6 +153,7 @@ class WorkerActor:
             loaded.abort()
         if link is not None:
             link.wake()
+        return self._num_steps
 
     def _close_listener(self) -> None:
         listener, self._listener = self._listener, None

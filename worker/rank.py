@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from configs import ResolvedConfig
-from configs.ranks import RankPlace, place_of_rank
+from configs.ranks import RankPlace, place_of_rank, world_size
 from scheduler.messages import StepPlan, StepResult
 from worker.attention.select import select_attention
 from worker.comm import Group, SoloTensorGroup, TensorGroup
@@ -107,6 +107,8 @@ class Rank:
         """
         self.leave()
         decoder = self._loaded()
+        if meeting is None and world_size(self._config.parallel) > 1:
+            raise WorkerError(f"rank {self._rank} of several has to meet the others")
         group, control = Group(), ControlGroup(None)
         if meeting is not None:
             joining = GroupJoin(meeting, self._config.parallel, self._place)
@@ -124,10 +126,16 @@ class Rank:
             if cache.num_blocks is None:
                 size.require(max_model_len, granted=source)
             size.log(max_model_len, bytes_per_block)
-            kv_cache = KVCache(spec, size=size, dtype=dtype, device=self._device)
-            self._shard = Shard(
-                decoder, kv_cache, select_attention(self._device, spec.dtype), self._device
+            kv_cache = KVCache(
+                spec,
+                size=size,
+                dtype=dtype,
+                device=self._device,
+                k_scale=cache.k_scale,
+                v_scale=cache.v_scale,
             )
+            attention = select_attention(self._device, spec.dtype, dtype)
+            self._shard = Shard(decoder, kv_cache, attention, self._device)
             num_blocks = size.num_blocks
         else:
             # What a newcomer can hold may be less; this rank's memory stays as it is.
@@ -155,8 +163,9 @@ class Rank:
 
     def abort(self) -> None:
         """Make a call that waits for other ranks raise GroupBrokenError."""
-        if self._group is not None:
-            self._group.abort()
+        group = self._group  # which may be given up at this moment
+        if group is not None:
+            group.abort()
 
     def leave(self) -> None:
         """Give up the current group, if any. Weights and cache stay."""

@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -27,6 +28,7 @@ _WHY = {
     1: "the group was told to stop",
     2: "a rank did not answer within the deadline",
     3: "the process of a rank has ended",
+    4: "a rank has left the group",
 }
 
 
@@ -48,7 +50,7 @@ class SharedMemoryTensorGroup:
         self._channel = library.open_channel(
             address, rank, size, _SLOT_BYTES, deadline, handles, len(peers)
         )
-        self._aborted = False
+        self._closing = threading.Lock()  # `abort` may come from any thread
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -75,17 +77,19 @@ class SharedMemoryTensorGroup:
 
     def abort(self) -> None:
         """Also ends what the other ranks wait for."""
-        self._aborted = True
-        if self._channel:
-            self._library.abort_channel(self._channel)
+        with self._closing:
+            if self._channel:
+                self._library.abort_channel(self._channel)
 
     def close(self) -> None:
-        """Not while another thread is in a call."""
-        if self._channel:
-            self._library.close_channel(self._channel)
-            self._channel = None
-            for handle in self._peers:
-                os.close(handle)
+        """Ends what the other ranks wait for, but for steps that this one took part in: its
+        share of those is there. Not while another thread is in a collective."""
+        with self._closing:
+            if self._channel:
+                self._library.close_channel(self._channel)
+                self._channel = None
+                for handle in self._peers:
+                    os.close(handle)
 
     def _check(self, status: int) -> None:
         if status:
@@ -138,7 +142,8 @@ class _Handshake:
                 self._create(whole)
             else:
                 self._map(whole)
-        except (BackendUnavailableError, OSError, ValueError):
+        except (AttributeError, BackendUnavailableError, OSError, ValueError):
+            # AttributeError: anonymous shared memory is Linux's alone.
             if self._rank == 0:
                 self._store.set("segment", b"none")
             return False

@@ -101,7 +101,7 @@ def main() -> None:
         model = write_clock_model(Path(folder), options.step_ms)
         config = load(None, [f"model.model={model}", "scheduler.max_num_seqs=1024"], {}).config
         spec = EngineSpec.of(config, loader="tests.support.clock_rank:load_clock_rank")
-        start_serve(HOST, options.port, is_own=True)
+        start_serve(HOST, options.port, is_direct=True)
         serve.run(application(config, spec), name="clock")
         probe = Probe(f"http://{HOST}:{options.port}")
         while not (state := probe.state()).is_ready:

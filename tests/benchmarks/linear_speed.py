@@ -31,12 +31,15 @@ SHAPES = {
 }
 HEAD = (49152, 576)
 SLOW_MILLISECONDS = 300
+ENOUGH_MILLISECONDS = 2000
+"""Of one form and number of rows; no round begins after it."""
 FORMS: dict[str, Callable[..., Any]] = {
     "our kernel": PackedLinear,
     "F.linear": PlainLinear,
     "oneDNN, reordered": ReorderedLinear,
     "widened": WideningLinear,
 }
+console = Console(width=120)
 
 
 def weights(dtype: torch.dtype) -> list[Tensor]:
@@ -73,13 +76,15 @@ def measure(dtype: torch.dtype, rows: list[int], rounds: int, table: Table) -> N
         for _ in range(rounds):
             for name, linears in forms.items():
                 # F.linear takes a minute for 512 rows where it goes row by row.
-                if count <= 32 or name not in slow:
+                wanted = count <= 32 or name not in slow
+                if wanted and sum(times[name]) < ENOUGH_MILLISECONDS:
                     times[name].append(milliseconds(linears, inputs, widths))
         for name, found in times.items():
             if found and min(found) > SLOW_MILLISECONDS:
                 slow.add(name)
             cell = f"{min(found):.1f} / {statistics.median(found):.1f}" if found else "-"
             cells[name].append(cell)
+            console.print(f"{dtype}, {count} rows, {name}: {cell}")
     for name, line in cells.items():
         table.add_row(str(dtype).removeprefix("torch."), name, *line)
 
@@ -95,7 +100,7 @@ def main(
     with torch.inference_mode():
         for dtype in (torch.bfloat16, torch.float32):
             measure(dtype, rows, rounds, table)
-    Console(width=120).print(table)
+    console.print(table)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ def backend(request: pytest.FixtureRequest) -> AttentionBackend:
 
 # Of values of order 1, as the output is rounded: float32 keeps 24 bits, float16 11, bfloat16 8.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# Of a cache against one that rounds nothing: float8 keeps 4 bits of each key and value.
+ROUNDED_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, FP8: 0.25}
 
 MIXED = (
     Piece(1, 1),
@@ -97,6 +99,20 @@ def test_scales_of_fp8(backend: AttentionBackend) -> None:
     case.k_tGD = case.k_tGD * 150
     case.v_tGD = case.v_tGD / 500
     check(backend, case, AttentionRule(32**-0.5 / 150))
+
+
+@pytest.mark.parametrize("cache_dtype", ROUNDED_TOLERANCE, ids=str)
+def test_what_a_rounded_cache_loses(backend: AttentionBackend, cache_dtype: torch.dtype) -> None:
+    exact, rounded = (
+        make_case(MIXED, num_heads=6, num_kv_heads=2, head_dim=32, cache_dtype=dtype)
+        for dtype in (torch.float32, cache_dtype)
+    )
+    rule = AttentionRule(32**-0.5)
+    found = backend.attend(
+        rounded.q_tHD, rounded.k_tGD, rounded.v_tGD, rounded.cache, rounded.batch, rule
+    )
+    difference = (found.double() - exact.expected(rule)).abs().max()
+    assert difference <= ROUNDED_TOLERANCE[cache_dtype], float(difference)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 32, 100])

@@ -10,6 +10,7 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -138,6 +139,35 @@ def test_abort_wakes_who_waits() -> None:
         other.tensor.all_reduce(torch.ones(4))
     for group in (waiting, other):
         group.close()
+
+
+def test_who_leaves_wakes_who_waits_for_it_in_the_stage() -> None:
+    leaving, waiting = join_all(2)
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(waiting.tensor.all_reduce, torch.ones(4))
+        time.sleep(0.05)
+        assert not call.done()
+        leaving.close()
+        with pytest.raises(GroupBrokenError, match="has left"):
+            call.result(timeout=5)
+    with pytest.raises(GroupBrokenError, match="told to stop"):
+        leaving.tensor.all_reduce(torch.ones(4))
+    waiting.close()
+
+
+def test_who_leaves_takes_nothing_from_a_step_that_it_took_part_in() -> None:
+    """A rank that has the last step's result joins the next epoch while others still end it."""
+    leaving, behind = join_all(2)
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(leaving.tensor.all_reduce, torch.ones(4))
+        assert behind.tensor.all_reduce(torch.ones(4)).tolist() == [2] * 4
+        call.result(timeout=5)
+    leaving.broadcast_ids(np.array([7, 8]))
+    leaving.close()
+    assert behind.broadcast_ids(np.zeros(2, np.int64)).tolist() == [7, 8]
+    with pytest.raises(GroupBrokenError, match="has left"):
+        behind.tensor.all_reduce(torch.ones(4))
+    behind.close()
 
 
 def test_who_leaves_wakes_who_waits_for_it_in_the_next_stage() -> None:

@@ -105,7 +105,7 @@ def test_a_rounded_cache_changes_little(
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0, logprobs=1)
     found = []
     for dtype in ("float32", kv_cache_dtype):
-        config = with_cache_dtype(dtype)
+        config = worker_config(kv_cache_dtype=dtype)
         answers = complete(config, LocalWorker(config, stories), prompts, sampling)
         found.append(torch.tensor([answer.logprobs[0].logprob for answer in answers]))
     limit = {"bfloat16": 0.15, "float16": 0.02, "fp8_e4m3": 1.5}[kv_cache_dtype]
@@ -113,11 +113,35 @@ def test_a_rounded_cache_changes_little(
     assert 0 < difference < limit
 
 
-def with_cache_dtype(dtype: str) -> Any:
-    """The configuration of `configs` does not know fp8 yet; the worker does."""
-    config = worker_config()
-    cache = config.cache.model_copy(update={"kv_cache_dtype": dtype})
-    return config.model_copy(update={"cache": cache})
+def test_the_scales_of_fp8_decide_what_it_can_hold(stories: Path, prompts: list[list[int]]) -> None:
+    """A scale of the values' own order keeps the text; one that cuts all of them off does not."""
+    sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0, logprobs=1)
+
+    def logprobs(**settings: Any) -> torch.Tensor:
+        config = worker_config(**settings)
+        answers = complete(config, LocalWorker(config, stories), prompts, sampling)
+        return torch.tensor([answer.logprobs[0].logprob for answer in answers])
+
+    exact = logprobs()
+    scaled = logprobs(kv_cache_dtype="fp8_e4m3", k_scale=0.3, v_scale=0.1)
+    assert 0 < (scaled - exact).abs().mean() < 0.2
+    for scale in ("k_scale", "v_scale"):
+        cut = logprobs(kv_cache_dtype="fp8_e4m3", **{scale: 1e-5})
+        assert (cut - exact).abs().mean() > 0.5
+
+
+def test_the_same_memory_holds_four_times_the_blocks_in_fp8(stories: Path) -> None:
+    reports = []
+    for dtype in ("float32", "fp8_e4m3"):
+        config = worker_config(kv_cache_dtype=dtype, num_blocks=None, max_model_len=512)
+        cache = config.cache.model_copy(update={"kv_cache_memory": 1 << 20})
+        rank = Rank(config.model_copy(update={"cache": cache}), 0)
+        rank.load(stories)
+        reports.append(rank.join(0, None))
+    wide, narrow = reports
+    assert narrow.bytes_per_block == 2 * 5 * 16 * 4 * 8  # K and V, layers, slots, heads, head_dim
+    assert wide.bytes_per_block == 4 * narrow.bytes_per_block
+    assert narrow.num_blocks == (1 << 20) // narrow.bytes_per_block
 
 
 # -- log probabilities -----------------------------------------------------------------------
@@ -210,6 +234,13 @@ def test_a_newer_epoch_and_a_gap_are_faults(
 def test_drift_is_loud(worker: LocalWorker) -> None:
     with pytest.raises(MirrorDriftError, match="here 0 tokens are computed"):
         worker.rank.execute(StepPlan(0, 0, (opened(),), (SeqWork(A, 1, 4, True),)))
+
+
+def test_a_rank_of_several_does_not_start_alone(stories: Path) -> None:
+    rank = Rank(worker_config(tp=2), 0)
+    rank.load(stories)
+    with pytest.raises(WorkerError, match="has to meet the others"):
+        rank.join(0, None)
 
 
 def test_a_plan_before_the_join_is_refused() -> None:

@@ -77,6 +77,20 @@ def test_sampled_ids_do_not_depend_on_the_grid(stories: Path, references: list[R
     assert [a.token_ids for a in found] == [a.token_ids for a in expected]
 
 
+def test_ranks_hold_their_heads_in_fp8(stories: Path, references: list[Reference]) -> None:
+    prompts = [reference.prompt_token_ids for reference in references[:4]]
+    sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0, logprobs=1)
+    config = worker_config(kv_cache_dtype="fp8_e4m3", v_scale=0.1)
+    expected = complete(config, LocalWorker(config, stories), prompts, sampling)
+    config = worker_config(tp=2, kv_cache_dtype="fp8_e4m3", v_scale=0.1)
+    with ProcessGroup(config, stories) as group:
+        assert {report.bytes_per_block for report in group.reports} == {2 * 5 * 16 * 2 * 8}
+        found = complete(config, group, prompts, sampling)
+    # Sums over ranks are rounded elsewhere, and so a key may fall to the other side of a step.
+    for ours, alone in zip(found, expected, strict=True):
+        assert ours.logprobs[0].logprob == pytest.approx(alone.logprobs[0].logprob, abs=0.05)
+
+
 def test_without_shared_memory(stories: Path, references: list[Reference]) -> None:
     config = worker_config(tp=2)
     with ProcessGroup(config, stories, shared_memory=False) as group:

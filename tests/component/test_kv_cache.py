@@ -56,6 +56,14 @@ def test_fp8_saturates_and_uses_its_scale() -> None:
     assert quantized(x, FP8, 4000.0).float().tolist()[4] == pytest.approx(250, rel=0.07)
 
 
+def test_fp8_is_off_by_a_sixteenth_at_most() -> None:
+    """Between the smallest value with all four bits, 2^-6, and the largest, 448."""
+    x = torch.logspace(-6, 8.8, 1000, base=2)
+    for scale in (1.0, 0.01, 30.0):
+        read = quantized(x * scale, FP8, scale).float() * scale
+        assert ((read - x * scale).abs() <= x * scale / 16 * 1.0001).all()
+
+
 def test_fp8_stores_what_it_rounds() -> None:
     cache = KVCache(
         SPEC, size=CacheSize(5, 4), dtype=FP8, device=CPU, k_scale=0.5, v_scale=2.0

@@ -44,7 +44,7 @@ def test_without_a_compiler_the_reference_takes_over(
     with pytest.raises(BackendUnavailableError, match="needs a C\\+\\+ compiler"):
         native.load("attention")
     with caplog.at_level(logging.WARNING):
-        backend = select_attention(torch.device("cpu"), torch.float32)
+        backend = select_attention(torch.device("cpu"), torch.float32, torch.float32)
     assert backend.name == "reference"
     assert "falls back to the slow reference" in caplog.text
 
@@ -60,4 +60,4 @@ def test_a_compiler_that_fails_is_told_with_what_it_said(
 
 def test_a_device_without_attention_is_refused() -> None:
     with pytest.raises(DeviceError, match="use cpu or cuda"):
-        select_attention(torch.device("meta"), torch.float32)
+        select_attention(torch.device("meta"), torch.float32, torch.float32)

@@ -88,14 +88,23 @@ def test_conformance(outcome: dict[str, str], name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_backends_of_this_gpu(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, FP8),
+    ],
+    ids=str,
+)
+def test_backends_of_this_gpu(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     """Whatever `select_attention` takes here passes its probe and the mixed case."""
     from worker.attention.select import select_attention
 
-    backend = select_attention(torch.device("cuda", 0), dtype)
+    backend = select_attention(torch.device("cuda", 0), dtype, cache_dtype)
     assert backend.name in ("flashinfer", "triton")
-    Conformance(MIXED, dtype=dtype).check(backend, "cuda")
+    Conformance(MIXED, dtype=dtype, cache_dtype=cache_dtype).check(backend, "cuda")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
 """What every link must do, whatever carries it."""
 
+import asyncio
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import psutil
 import pytest
 import zmq
 
@@ -22,13 +26,17 @@ from scheduler.messages import (
     StepResult,
     WorkerFault,
     WorkerMessage,
+    encode,
     pack_token_ids,
 )
 from scheduler.ports import PlanLink
+from tests.support.engines import client_of, fake_spec, generate, request_of, status_of, stop
+from tests.support.fake_model import MAX_POSITIONS, run_solo
 from worker.ports import WorkerLink
 
 NUM_RANKS = 3
 DEADLINE_SECONDS = 20.0
+ZMTP_GREETING_BYTES = 64
 
 
 @dataclass
@@ -238,6 +246,53 @@ def test_who_has_no_key_gets_nothing_and_is_not_heard(host: str | None, knows: s
     finally:
         context.destroy(linger=0)
         scheduler.close()
+
+
+@pytest.fixture
+def app(ray_cluster: None) -> Iterator[str]:
+    yield "listened-to"
+    asyncio.run(stop("listened-to"))
+
+
+def test_a_stranger_at_the_step_path_of_a_running_engine_gets_nothing(app: str) -> None:
+    """Neither as a plain socket nor as ZeroMQ without keys; and the engine does not mind."""
+    prompt, sampling = [1, 2, 3], SamplingParams(max_tokens=60, seed=3)
+
+    async def run() -> None:
+        async with client_of(app, fake_spec("model.model=fake-20ms")) as client:
+            place = (await status_of(app)).scheduler_place
+            assert place is not None
+            sockets = psutil.Process(place.process_id).net_connections("unix")
+            (address,) = {end.laddr for end in sockets if "palimpsest-" in end.laddr}
+            going = asyncio.create_task(generate(client, request_of(client, "r", prompt, sampling)))
+            with socket.socket(socket.AF_UNIX) as plain, zmq.Context() as context:
+                plain.settimeout(0.5)
+                plain.connect(address.replace("@", "\0", 1))
+                plain.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+                keyless = context.socket(zmq.DEALER)
+                keyless.linger = 0
+                keyless.routing_id = b"rank-0"
+                keyless.connect(f"ipc://{address}")
+                keyless.send(encode(Heartbeat(0, 0, 0)))
+                assert not await asyncio.to_thread(keyless.poll, 500), "it was answered"
+                said = await asyncio.to_thread(read_all, plain)
+                assert len(said) <= ZMTP_GREETING_BYTES, "more than a protocol's greeting"
+                keyless.close()
+            assert not going.done(), "there were plans all the time"
+            answer = await going
+            solo = run_solo(tuple(prompt), sampling, MAX_POSITIONS)
+            assert tuple(answer.token_ids) == solo.token_ids
+
+    asyncio.run(run())
+
+
+def read_all(stranger: socket.socket) -> bytes:
+    """What comes until nothing has come for a while, or the other end closes."""
+    said = b""
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        while data := stranger.recv(4096):
+            said += data
+    return said
 
 
 def test_bad_frames_are_counted_and_dropped() -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,15 +67,21 @@ class Server:
         return self.process.wait(STOP_SECONDS)
 
 
-def start(output_file: Path, *overrides: str) -> Server:
-    port = free_port()
+def start(
+    output_file: Path,
+    *overrides: str,
+    port: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Server:
+    """`environment` is added to the user's."""
+    port = port or free_port()
     settings = [f"--set={override}" for override in ("model.dtype=float32", *overrides)]
     with output_file.open("wb") as output:
         process = subprocess.Popen(
             palimpsest("serve", "--port", str(port), *settings),
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=without_test_settings(),
+            env={**without_test_settings(), **(environment or {})},
             start_new_session=True,
         )
     return Server(process, port, output_file)
@@ -221,3 +227,32 @@ def test_ctrl_c_ends_it_and_leaves_nothing(server: Server) -> None:
         assert server.interrupt() == 0, server.output
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert not list(Path("/", "tmp", "ray").glob(f"session_*_{server.process.pid}"))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_what_a_killed_server_left_is_removed(tmp_path: Path) -> None:
+    """Nothing runs on, `palimpsest stop` removes the files, and the port is free at once."""
+    before = Leftovers.now()
+    state = {"XDG_STATE_HOME": str(tmp_path)}
+    killed = start(tmp_path / "output", environment=state)
+    killed.wait_ready()
+    killed.process.kill()
+    killed.process.wait()
+    assert_nothing_left(before)
+    sessions = f"session_*_{killed.process.pid}"
+    assert list(Path("/", "tmp", "ray").glob(sessions))
+    stopped = subprocess.run(
+        palimpsest("stop"),
+        capture_output=True,
+        text=True,
+        env=without_test_settings() | state,
+        timeout=60,
+        check=True,
+    )
+    assert "Removed what is left of 1 killed `palimpsest serve`." in stopped.stdout
+    assert not list(Path("/", "tmp", "ray").glob(sessions))
+    again = start(tmp_path / "again", port=killed.port, environment=state)
+    again.wait_ready()
+    assert again.interrupt() == 0, again.output
+    assert_nothing_left(before)

@@ -6,7 +6,6 @@ requests preempt each other all the time.
 
 import asyncio
 import os
-import random
 import signal
 import time
 from collections.abc import Iterator
@@ -17,9 +16,12 @@ from typing import Any
 import httpx
 import pytest
 from openai import OpenAI
+from tokenizers import Tokenizer
 
-from tests.support.asking import ask, ask_all, with_client
+from tests.support.asking import CHAT, COMPLETIONS, ask, ask_all, with_client
 from tests.support.events import Stream
+from tests.support.failing_rank import FAILING_SEED
+from tests.support.http_jobs import OPENINGS, jobs, the_other_way
 from tests.support.references import stories_directory
 from tests.support.served_model import ready_to_serve
 from tests.support.serving import App, deployed, free_port, serve_on, session_logs
@@ -27,18 +29,10 @@ from tests.support.serving import App, deployed, free_port, serve_on, session_lo
 # Starting two engines may take longer than any of the tests.
 pytestmark = pytest.mark.timeout(func_only=True)
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-OPENINGS = (
-    "Once upon a time, there was a little girl named Lily.",
-    "Tom had a red ball. He liked to play with it",
-    "The big dog ran to the park and saw",
-    "One day, a boy found a shiny stone.",
-    "The cat was very sad because",
-    "There was an old man with a big hat.",
-)
 NUM_CLIENTS = 32
 TIGHT_BLOCKS = 41
-CANARY = "canary-7f3e91"
+CANARY, API_KEY = "canary-7f3e91", "key-b81c44"
+FAILING_LOADER = "tests.support.failing_rank:load_failing_rank"
 
 
 @pytest.fixture(scope="module")
@@ -75,38 +69,14 @@ def apps(roomy: App, tight: App) -> Iterator[tuple[App, App]]:
     tight.wait_idle()
 
 
-def jobs(num_jobs: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
-    """Greedy and seeded requests to both endpoints, with choices, stop texts and penalties."""
-    rng = random.Random(seed)
-    drawn: list[tuple[str, dict[str, Any]]] = []
-    for number in range(num_jobs):
-        text = rng.choice(OPENINGS)
-        body: dict[str, Any] = {"max_tokens": rng.randint(30, 100), "stream": number % 2 == 0}
-        if rng.random() < 0.5:
-            body |= {"temperature": 0}
-        else:
-            body |= {"temperature": rng.choice([0.7, 1.0]), "top_p": 0.9, "seed": number}
-        if rng.random() < 0.3:
-            body |= {"n": 2}
-        if rng.random() < 0.3:
-            body |= {"stop": [" She", " and the"]}
-        if rng.random() < 0.3:
-            body |= {"repetition_penalty": 1.1, "frequency_penalty": 0.2}
-        if number % 3 == 0:
-            drawn.append((CHAT, {**body, "messages": [{"role": "user", "content": text}]}))
-        else:
-            drawn.append((COMPLETIONS, {**body, "prompt": text}))
-    return drawn
-
-
 def test_clients_get_the_same_text_from_a_pool_that_is_far_too_small(
     apps: tuple[App, App],
 ) -> None:
-    """CASES 1, 3 and 7."""
+    """CASES 1, 3 and 7; and what is streamed by one pool is not by the other."""
     roomy, tight = apps
     work = jobs(NUM_CLIENTS, seed=1)
     undisturbed = ask_all(roomy.url, work)
-    squeezed = ask_all(tight.url, work)
+    squeezed = ask_all(tight.url, the_other_way(work))
     assert [answer.content for answer in squeezed] == [a.content for a in undisturbed]
     assert not any(answer.preemption for answer in undisturbed)
     preemptions = [answer.preemption for answer in squeezed if answer.preemption]
@@ -231,36 +201,50 @@ def test_a_redeploy_cuts_no_stream(apps: tuple[App, App]) -> None:
 
 
 def test_what_clients_send_and_get_is_in_no_log(port: int, model: Path) -> None:
-    """Through success, a mistake, a client that leaves, preemption, and the death of a worker."""
+    """Through success, mistakes, a failure, a client that leaves, preemption, and the deaths of a
+    worker and of the scheduler."""
     overrides = (f"model.model={model}", "cache.num_blocks=13", "cache.block_size=8")
-    with deployed("canary", port, *overrides) as app:
+    headers = {"authorization": f"Bearer {API_KEY}"}
+    with deployed(
+        "canary", port, *overrides, environ={"PALIMPSEST_API_KEYS": API_KEY}, loader=FAILING_LOADER
+    ) as app:
         body = {
             "prompt": CANARY,
             "temperature": 0,
             "max_tokens": 60,
             "cache_salt": f"salt-{CANARY}",
         }
-        (answer,) = ask_all(app.url, [(COMPLETIONS, body)])
+        (answer,) = ask_all(app.url, [(COMPLETIONS, body)], headers=headers)
         said = answer.texts[0].strip()[:30]
-        squeezed = ask_all(app.url, [(COMPLETIONS, {**body, "stream": True})] * 4)
+        work = [(COMPLETIONS, {**body, "stream": True})] * 4
+        squeezed = ask_all(app.url, work, headers=headers)
         assert any(answer.preemption for answer in squeezed)
-        with httpx.Client(base_url=app.url, timeout=30) as client:
-            assert client.post(COMPLETIONS, json={**body, "temperature": 9}).status_code == 400
-            assert (
-                client.post(COMPLETIONS, json={**body, "prompt": CANARY * 900}).status_code == 400
-            )
-            assert client.post(CHAT, json={"messages": [{"role": CANARY}]}).status_code == 400
+        with httpx.Client(base_url=app.url, timeout=30, headers=headers) as client:
+
+            def status_of(path: str, **fields: Any) -> int:
+                return client.post(path, json=fields).status_code
+
+            assert status_of(COMPLETIONS, **body | {"temperature": 9}) == 400
+            assert status_of(COMPLETIONS, **body | {"prompt": CANARY * 900}) == 400
+            assert status_of(CHAT, messages=[{"role": CANARY}]) == 400
+            assert status_of(COMPLETIONS, **body | {"seed": FAILING_SEED}) == 500
+            unknown = {"authorization": f"Bearer {CANARY}"}
+            assert client.post(COMPLETIONS, json=body, headers=unknown).status_code == 401
             endless = {**body, "ignore_eos": True, "max_tokens": 80, "n": 8}
             with pytest.raises(httpx.ReadTimeout):
                 client.post(COMPLETIONS, json=endless, timeout=0.2)
             with client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as stream:
                 lines = stream.iter_lines()
                 next(lines)
-                for pid in app.worker_pids():
+                for pid in (*app.worker_pids(), app.scheduler_pid()):
                     os.kill(pid, signal.SIGKILL)
-                assert Stream().read(["", *lines]).error is not None
-    secrets = (CANARY.encode(), said.encode())
-    for path in session_logs():
-        content = path.read_bytes()
-        for secret in secrets:
-            assert secret not in content, f"{secret!r} is in {path.name}"
+                    time.sleep(0.5)
+                assert Stream().read(["", *lines]).finishes
+    logs = {path: path.read_bytes() for path in session_logs()}
+    for told_by in (b"KV cache: 13 blocks", b"engine is ready"):
+        assert any(told_by in content for content in logs.values()), "logs are elsewhere"
+    token_ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(CANARY).ids
+    as_list = ", ".join(str(token_id) for token_id in token_ids[-4:])
+    for secret in (CANARY, API_KEY, said, as_list):
+        for path, content in logs.items():
+            assert secret.encode() not in content, f"{secret!r} is in {path.name}"

@@ -1,15 +1,18 @@
 """Asking a server over HTTP, once or many times at once, streamed or not."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 
 from tests.support.events import Stream
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+Job: TypeAlias = tuple[str, dict[str, Any]]
+"""A path, and the body to send there."""
 
 
 @dataclass(slots=True)
@@ -68,26 +71,36 @@ def _answered(
 
 
 def ask_all(
-    url: str, jobs: list[tuple[str, dict[str, Any]]], *, timeout_seconds: float = 120
+    url: str,
+    jobs: list[Job],
+    *,
+    timeout_seconds: float = 120,
+    headers: Mapping[str, str] | None = None,
 ) -> list[Answered]:
     """Send all requests at once; their answers in the same order."""
 
     async def run(client: httpx.AsyncClient) -> list[Answered]:
         return list(await asyncio.gather(*(ask(client, path, body) for path, body in jobs)))
 
-    answers: list[Answered] = with_client(url, run, timeout_seconds=timeout_seconds)
+    answers: list[Answered] = with_client(
+        url, run, timeout_seconds=timeout_seconds, headers=headers
+    )
     return answers
 
 
 def with_client(
-    url: str, work: Callable[[httpx.AsyncClient], Awaitable[Any]], *, timeout_seconds: float = 120
+    url: str,
+    work: Callable[[httpx.AsyncClient], Awaitable[Any]],
+    *,
+    timeout_seconds: float = 120,
+    headers: Mapping[str, str] | None = None,
 ) -> Any:
     """Run `work` with a client that may have as many connections as it likes."""
 
     async def run() -> Any:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
-            base_url=url, timeout=timeout_seconds, limits=limits
+            base_url=url, timeout=timeout_seconds, limits=limits, headers=headers
         ) as client:
             return await work(client)
 

@@ -20,6 +20,8 @@ from scheduler.messages import (
     PollAnswer,
     SubmitRequest,
     SubmitRequests,
+    Tally,
+    TallyAnswer,
     Unavailable,
     decode,
     decode_submit_answer,
@@ -39,11 +41,20 @@ class LocalCalls:
             await self._actor.submit(encode(SubmitRequests(tuple(messages))))
         )
 
+    async def resume(
+        self, client_id: str, messages: Sequence[SubmitRequest]
+    ) -> Admission | Unavailable:
+        data = encode(SubmitRequests(tuple(messages)))
+        return decode_submit_answer(await self._actor.resume(client_id, data))
+
     async def end(self, message: EndRequest) -> None:
         await self._actor.end(encode(message))
 
     async def poll(self, client_id: str, last_batch: int) -> PollAnswer:
         return decode(await self._actor.poll(client_id, last_batch), PollAnswer)
+
+    async def exchange_counts(self, report: Tally) -> TallyAnswer:
+        return decode(await self._actor.exchange_counts(encode(report)), TallyAnswer)
 
     async def abort(self, ids: Sequence[str]) -> int:
         return await self._actor.abort(encode(AbortRequests(tuple(ids))))

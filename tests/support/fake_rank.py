@@ -1,9 +1,11 @@
 """A rank whose model is the fake one: everything of a worker but the arithmetic.
 
 Loaded by the name `tests.support.fake_rank:load_fake_rank`. The model's name may ask for a step
-that takes some time: `fake-5ms`.
+that takes some time, and for one that ends the process when it computes a prompt that begins with
+`POISON`: `fake-5ms-poison`.
 """
 
+import os
 import re
 import socket
 import threading
@@ -11,10 +13,18 @@ import time
 
 from configs import Device, ResolvedConfig
 from configs.ranks import place_of_rank
-from scheduler.messages import JoinGroup, StepPlan, StepResult, WorkerHello
+from scheduler.messages import (
+    JoinGroup,
+    Open,
+    StepPlan,
+    StepResult,
+    WorkerHello,
+    unpack_token_ids,
+)
 from tests.support.fake_model import MAX_POSITIONS, VOCABULARY
 from tests.support.fake_worker import Stage
 
+POISON = 31
 _DEFAULT_NUM_BLOCKS = 256
 
 
@@ -23,14 +33,17 @@ class FakeRank:
         assert config.parallel.pipeline_parallel_size == 1, "fake ranks hand nothing on"
         self._config = config
         self._answers = place_of_rank(config.parallel, rank).tp_rank == 0
-        found = re.fullmatch(r"fake(?:-(\d+)ms)?", config.model.model)
+        found = re.fullmatch(r"fake(?:-(\d+)ms)?(-poison)?", config.model.model)
         assert found, config.model.model
         self._step_seconds = int(found[1] or 0) / 1e3
+        self._dies_of_poison = bool(found[2])
+        self._poison_ids: set[str] = set()
         self._aborted = threading.Event()
 
     def join(self, message: JoinGroup, listener: socket.socket | None) -> WorkerHello:
         if listener is not None:
             listener.close()
+        self._aborted.clear()
         num_blocks = self._config.cache.num_blocks or _DEFAULT_NUM_BLOCKS
         self._stage = Stage(0, 1, num_blocks, self._config.cache.block_size)
         return WorkerHello(
@@ -45,12 +58,21 @@ class FakeRank:
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         began = time.perf_counter()
+        if self._dies_of_poison:
+            self._look_for_poison(plan)
         _, outputs = self._stage.execute(plan, None)
         if self._step_seconds:
             self._aborted.wait(self._step_seconds)
         if not self._answers:
             return None
         return StepResult(plan.epoch, plan.step_id, outputs, time.perf_counter() - began)
+
+    def _look_for_poison(self, plan: StepPlan) -> None:
+        for update in plan.updates:
+            if isinstance(update, Open) and unpack_token_ids(update.token_ids)[0] == POISON:
+                self._poison_ids.add(update.seq.request_id)
+        if any(work.seq.request_id in self._poison_ids for work in plan.work):
+            os._exit(1)
 
     def abort(self) -> None:
         self._aborted.set()

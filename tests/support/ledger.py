@@ -33,6 +33,10 @@ def _as_seen(cause: InterruptionCause) -> InterruptionCause:
     return InterruptionCause.BLOCKS if cause is InterruptionCause.SLOTS else cause
 
 
+# Two among others, and two alone.
+_LOSSES_OF_A_CULPRIT = 4
+
+
 class MismatchError(AssertionError):
     """The core did something that no rule allows."""
 
@@ -63,6 +67,8 @@ class Tracked:
     poisoned: bool = False
     cut_off: bool = False
     """A smaller pool made it end."""
+    losses_in_a_row: int = 0
+    """Workers that died while it ran, since its last token."""
     attempt: int = 0
     is_open: bool = False
     num_computed: int = 0
@@ -145,6 +151,7 @@ class Ledger:
         tracked.is_open = False
         tracked.bill = (cause, tracked.num_computed)
         tracked.causes[cause] += 1
+        tracked.losses_in_a_row += cause is InterruptionCause.WORKER_LOST
         tracked.usage_due = True
         if tracked.stalled_since is None:
             tracked.stalled_since = now
@@ -238,6 +245,7 @@ class Ledger:
 
     def _on_tokens(self, tracked: Tracked, delta: TokenDelta, now: float) -> None:
         solo = tracked.job.solo
+        tracked.losses_in_a_row = 0
         first = len(tracked.received)
         tracked.received.extend(delta.token_ids)
         expected = solo.token_ids[first : first + len(delta.token_ids)]
@@ -307,6 +315,9 @@ class Ledger:
             self.seen["clamped by the pool"] += 1
             # The last token needs no slot.
             return tracked.num_tokens == tracked.capacity_tokens + 1
+        if tracked.losses_in_a_row >= _LOSSES_OF_A_CULPRIT:
+            self.seen["taken for what kills the workers"] += 1
+            return finish is FinishReason.ERROR
         return finish is FinishReason.ERROR and tracked.poisoned
 
     def _check_usage(self, tracked: Tracked, usage: Usage, num_output_tokens: int) -> None:

@@ -19,7 +19,7 @@ class MemoryLink:
     def __init__(self, num_blocks: int, block_size: int, *, epoch: int, hold: bool = False) -> None:
         self._stage = Stage(0, 1, num_blocks, block_size)
         self._epoch = epoch
-        self._hold = hold
+        self.hold = hold
         self._answers: deque[WorkerMessage] = deque([Heartbeat(epoch, 0, 0)])
         self._held: deque[WorkerMessage] = deque()
         self._changed = threading.Condition()
@@ -38,7 +38,7 @@ class MemoryLink:
         self.plans.append(plan)
         _, outputs = self._stage.execute(plan, None)
         result = StepResult(plan.epoch, plan.step_id, outputs, 0.001, 0.0001)
-        (self._held if self._hold else self._answers).append(result)
+        (self._held if self.hold else self._answers).append(result)
 
     def receive(self, timeout_seconds: float) -> list[WorkerMessage]:
         with self._changed:

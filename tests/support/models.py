@@ -126,6 +126,23 @@ def make_stories_stand_in(directory: Path) -> Path:
     return _save(config, directory)
 
 
+def make_smollm2_stand_in(directory: Path) -> Path:
+    """A small random model whose heads, MLP and layers divide as those of SmolLM2-135M do: by 3
+    over tensor-parallel ranks, by 2, 3 and 6 over pipeline stages."""
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=72,
+        intermediate_size=192,
+        num_hidden_layers=6,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    return _save(config, directory)
+
+
 def _save(config: Any, directory: Path) -> Path:
     with quiet_transformers(), torch.random.fork_rng():
         torch.manual_seed(0)

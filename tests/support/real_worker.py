@@ -43,6 +43,8 @@ def worker_config(
     steps_in_flight: int | None = None,
     dtype: str = "float32",
     kv_cache_dtype: str = "auto",
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     policy: str = "fcfs",
 ) -> ResolvedConfig:
     """A configuration for CPU workers."""
@@ -54,6 +56,8 @@ def worker_config(
                     "block_size": block_size,
                     "num_blocks": num_blocks,
                     "kv_cache_dtype": kv_cache_dtype,
+                    "k_scale": k_scale,
+                    "v_scale": v_scale,
                 }
             ),
             "scheduler": SchedulerConfig.model_validate(

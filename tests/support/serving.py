@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray import serve
 
@@ -16,6 +17,7 @@ from cluster.app import application
 from cluster.engine_spec import EngineSpec
 from cluster.probe import Probe
 from cluster.supervisor import existing_supervisors
+from cluster.supervisor_view import AppStatus
 from configs import Config, load
 from tests.support.engines import status_of, stop
 
@@ -52,13 +54,21 @@ class App:
             time.sleep(0.05)
         assert not left, f"still there after {timeout_seconds} s: {left}"
 
+    def status(self) -> AppStatus:
+        return asyncio.run(status_of(self.name))
+
     def counters(self) -> Any:
-        status = asyncio.run(status_of(self.name))
-        assert status.scheduler is not None
-        return status.scheduler.counters
+        scheduler = self.status().scheduler
+        assert scheduler is not None
+        return scheduler.counters
 
     def worker_pids(self) -> list[int]:
-        return [place.process_id for place in asyncio.run(status_of(self.name)).places]
+        return [place.process_id for place in self.status().places]
+
+    def scheduler_pid(self) -> int:
+        place = self.status().scheduler_place
+        assert place is not None
+        return place.process_id
 
     def _left(self) -> dict[str, int]:
         counters = self.counters()
@@ -68,11 +78,18 @@ class App:
 
 @contextlib.contextmanager
 def deployed(
-    name: str, port: int, *overrides: str, environ: Mapping[str, str] | None = None
+    name: str,
+    port: int,
+    *overrides: str,
+    environ: Mapping[str, str] | None = None,
+    **engine: Any,
 ) -> Iterator[App]:
-    """An application at `/name`; Serve must listen on `port`. Its engine ends with it."""
+    """An application at `/name`; Serve must listen on `port`. Its engine ends with it.
+
+    `engine` goes to `EngineSpec.of`.
+    """
     config = load(overrides=overrides, environ=environ or {}).config
-    spec = EngineSpec.of(config)
+    spec = EngineSpec.of(config, **engine)
     app = App(name, f"http://{HOST}:{port}/{name}", config, spec)
     try:
         serve.run(application(config, spec), name=name, route_prefix=f"/{name}")
@@ -106,3 +123,13 @@ def session_logs() -> list[Path]:
     """All log files of the Ray cluster of this process."""
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     return [path for path in session.rglob("*") if path.is_file() and not path.is_symlink()]
+
+
+def replica_pids(app: str) -> list[int]:
+    """The processes of an application's ingress replicas that are alive."""
+    pids = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if " ".join(process.cmdline()).startswith(f"ray::ServeReplica:{app}:"):
+                pids.append(process.pid)
+    return sorted(pids)

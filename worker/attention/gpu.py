@@ -1,4 +1,8 @@
-"""Which attention a GPU rank uses: a library where it is installed and right, else our kernel."""
+"""Which attention a GPU rank uses: a library where it is installed and right, else our kernel.
+
+flash-attn is not among them: its paged kernels want blocks of 256 tokens, sixteen times ours, and
+FlashInfer has kernels of that kind for blocks of any size.
+"""
 
 import importlib.util
 import logging
@@ -8,11 +12,14 @@ import torch
 from worker.attention.base import AttentionBackend, AttentionBatch, AttentionRule, LayerCache
 from worker.attention.reference import ReferenceAttention
 from worker.errors import BackendUnavailableError
+from worker.kv_cache import FP8, quantized
 
 logger = logging.getLogger(__name__)
 
 
-def select_gpu_attention(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+def select_gpu_attention(
+    device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> AttentionBackend:
     """FlashInfer if it is installed, else Triton; each has to pass a probe on `device` first.
 
     Raises BackendUnavailableError when neither does.
@@ -24,7 +31,7 @@ def select_gpu_attention(device: torch.device, dtype: torch.dtype) -> AttentionB
             continue
         try:
             backend = make(device)
-            probe(backend, device, dtype)
+            probe(backend, device, dtype, cache_dtype)
         except Exception as error:  # whatever a library raises, the next one may work
             reasons.append(f"{name} does not work here ({type(error).__name__}: {error})")
             logger.warning("attention: %s", reasons[-1])
@@ -45,7 +52,9 @@ def _triton(device: torch.device) -> AttentionBackend:
     return TritonAttention()
 
 
-def probe(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> None:
+def probe(
+    backend: AttentionBackend, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
     """Compare a chunk and a decode with the reference; raises BackendUnavailableError."""
     generator = torch.Generator().manual_seed(0)
 
@@ -53,7 +62,8 @@ def probe(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -
         return torch.randn(shape, generator=generator).to(dtype).to(device)
 
     q_tHD, k_tGD, v_tGD = made(21, 4, 64), made(21, 2, 64), made(21, 2, 64)
-    k_NBGD, v_NBGD = made(8, 16, 2, 64), made(8, 16, 2, 64)
+    scales = (0.5, 2.0) if cache_dtype == FP8 else (1.0, 1.0)
+    k_NBGD, v_NBGD = (quantized(made(8, 16, 2, 64), cache_dtype, scale) for scale in scales)
     block_ids_sb = torch.tensor([[5, 2, 7], [3, 1, 0]], dtype=torch.int32, device=device)
     slots = [*range(80, 96), *range(32, 36), 3 * 16 + 9]
     batch = AttentionBatch(
@@ -67,7 +77,7 @@ def probe(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -
     rule = AttentionRule(0.125)
     found, expected = (
         attend.attend(
-            q_tHD, k_tGD, v_tGD, LayerCache(k_NBGD.clone(), v_NBGD.clone(), 1.0, 1.0), batch, rule
+            q_tHD, k_tGD, v_tGD, LayerCache(k_NBGD.clone(), v_NBGD.clone(), *scales), batch, rule
         )
         for attend in (backend, ReferenceAttention())
     )

@@ -11,9 +11,11 @@ from worker.errors import BackendUnavailableError, DeviceError
 logger = logging.getLogger(__name__)
 
 
-def select_attention(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """The fastest backend for `device` and activations of `dtype`; the reference, with a warning,
-    where nothing else works. Raises DeviceError."""
+def select_attention(
+    device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> AttentionBackend:
+    """The fastest backend for `device`, activations of `dtype` and a cache of `cache_dtype`; the
+    reference, with a warning, where nothing else works. Raises DeviceError."""
     if device.type not in ("cpu", "cuda"):
         raise DeviceError(f"there is no attention for device {device}; use cpu or cuda")
     try:
@@ -23,7 +25,7 @@ def select_attention(device: torch.device, dtype: torch.dtype) -> AttentionBacke
             return CpuAttention()
         from worker.attention.gpu import select_gpu_attention
 
-        return select_gpu_attention(device, dtype)
+        return select_gpu_attention(device, dtype, cache_dtype)
     except BackendUnavailableError as error:
         logger.warning("attention falls back to the slow reference: %s", error)
         return ReferenceAttention()

@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from worker.errors import BackendUnavailableError
@@ -94,9 +93,11 @@ class PackedLinear:
         """With `gated`, the first half of W gives the gate and the second what it gates."""
         self._run = _linear_library().linear
         columns = _linear_library().packed_columns()
-        self._packed_bIC = _pack(weight_OI, columns, gated).transpose(1, 2).contiguous()
+        self._packed_bIC = _pack(weight_OI, columns, gated)
         # The kernel reads these vectors in float32 whatever the dtype of the weights.
-        self._bias = None if bias_O is None else _pack(bias_O, columns, gated).float().flatten()
+        self._bias = None
+        if bias_O is not None:
+            self._bias = _pack(bias_O.float()[:, None], columns, gated).flatten()
         self._norm_weight_I = None if norm_weight_I is None else norm_weight_I.float()
         self._epsilon = epsilon
         self._gated = gated
@@ -134,18 +135,29 @@ class PackedLinear:
         return y_tO
 
 
-def _pack(rows: Tensor, columns: int, gated: bool) -> Tensor:
-    """Blocks of `columns` rows, the last filled up with zeros: [blocks, columns, ...].
+def _pack(weight_OI: Tensor, columns: int, gated: bool) -> Tensor:
+    """Blocks of `columns` rows, the last filled up with zeros: [blocks, I, columns].
 
-    Gated, a block is half gates and half what they gate.
+    A block has two halves, which are gates and what they gate if `gated`; in bfloat16 their columns
+    stand in turn (`load_pair` in vectors.hpp). Needs no memory but that of the result.
     """
-    if gated:
-        halves = [_pack(half, columns // 2, gated=False) for half in rows.chunk(2)]
-        return torch.cat(halves, 1)
-    missing = -len(rows) % columns
-    if missing:
-        rows = F.pad(rows, (*(0, 0) * (rows.ndim - 1), 0, missing))
-    return rows.unflatten(0, (-1, columns))
+    lanes, height = columns // 2, len(weight_OI)
+    blocks, whole = -(-height // columns), height // columns
+    packed_bIC = weight_OI.new_zeros(blocks, weight_OI.shape[1], columns)
+    for half in (0, 1):
+        if gated:
+            rows = weight_OI.chunk(2)[half]
+            first = rows[: whole * lanes].unflatten(0, (whole, lanes))
+            last = rows[whole * lanes :]
+        else:
+            first = weight_OI[: whole * columns].unflatten(0, (whole, 2, lanes))[:, half]
+            last = weight_OI[whole * columns + half * lanes :][:lanes]
+        in_turn = weight_OI.dtype == torch.bfloat16
+        place = packed_bIC[..., half::2] if in_turn else packed_bIC.chunk(2, -1)[half]
+        place[:whole] = first.transpose(1, 2)
+        if len(last):
+            place[whole, :, : len(last)] = last.T
+    return packed_bIC
 
 
 class InPlaceRotation:

@@ -147,6 +147,11 @@ class SummedResidualLinear:
         return residual_tE + self._comm.all_reduce(self._linear(x_tI))
 
 
+def copies_weight(weight: Tensor) -> bool:
+    """Whether the linear made from `weight` keeps a copy of its own and not `weight` itself."""
+    return _packs(weight) or _reorders(weight)
+
+
 def make_linear(weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
     """The fastest linear for the device and dtype of `weight_OI`."""
     if _packs(weight_OI):

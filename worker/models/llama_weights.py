@@ -16,6 +16,7 @@ from worker.models.linear import (
     ResidualLinear,
     VocabEmbedding,
     VocabHead,
+    copies_weight,
     make_normed_linear,
     make_residual_linear,
 )
@@ -94,6 +95,9 @@ class _Loader:
 
     weight_bytes = 0
 
+    def __post_init__(self) -> None:
+        self._buffer = self._empty(0)
+
     def load(self) -> LlamaDecoder:
         config, part = self.config, self.part
         is_first = self.layer_numbers.start == 0
@@ -168,7 +172,7 @@ class _Loader:
         """One matrix of the given rows of several projections, one below the other."""
         width = self.config.hidden_size
         height = sum(len(rows.taken) for rows in parts)
-        weight_OE = self._empty(height, width)
+        weight_OE = self._matrix(height, width)
         bias_O = self._empty(height) if bias else None
         start = 0
         for rows in parts:
@@ -185,7 +189,7 @@ class _Loader:
         self, name: str, total: int, columns: range, *, bias: bool
     ) -> ResidualLinear:
         height = self.config.hidden_size
-        weight_OI = self._empty(height, len(columns))
+        weight_OI = self._matrix(height, len(columns))
         where = (slice(None), _as_slice(columns))
         self._fill(weight_OI, f"{name}.weight", (height, total), where)
         bias_O = None
@@ -232,6 +236,18 @@ class _Loader:
         self._fill(weight_ND[num_heads:], f"{name}.k_norm.weight", (head_dim,))
         self.weight_bytes += weight_ND.nbytes
         return HeadNorm(weight_ND, self.config.rms_norm_eps)
+
+    def _matrix(self, height: int, width: int) -> Tensor:
+        """Where the next matrix is read to, until its linear has been made.
+
+        One buffer for all that are copied then: freed between the copies, they would leave holes
+        in memory that hold a quarter as much as the weights.
+        """
+        if not copies_weight(self._empty(0, width)):
+            return self._empty(height, width)
+        if self._buffer.numel() < height * width:
+            self._buffer = self._empty(height * width)
+        return self._buffer[: height * width].view(height, width)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=self.dtype, device=self.device)

@@ -7,6 +7,9 @@
 // Operations alternate between two slots. Whoever begins operation n has seen every flag at
 // n - 1 or more, so everybody has left operation n - 2 and its slot may be written over.
 //
+// A rank that leaves says so. Its peers still finish what it took part in, because its flag is up
+// and its slot is full; who waits for more gives up.
+//
 // Sums run over ranks 0, 1, ... in float for every element, so all ranks hold the same bits.
 
 #include <poll.h>
@@ -29,10 +32,11 @@ constexpr int64_t kLookNanoseconds = 1'000'000;  // between looks whether the pe
 constexpr int64_t kWholeBytes = 32 << 10;        // up to here every rank sums everything
 constexpr int kSumBlock = 1024;                  // elements summed at once, in the cache
 
-enum Status { kDone = 0, kAborted = 1, kLate = 2, kPeerDied = 3 };
+enum Status { kDone = 0, kAborted = 1, kLate = 2, kPeerDied = 3, kPeerLeft = 4 };
 
 struct alignas(64) Flag {
   std::atomic<uint64_t> entered, reduced;
+  std::atomic<uint32_t> left;
 };
 
 struct alignas(64) Header {
@@ -76,6 +80,8 @@ struct Channel {
         pause_briefly();
       }
       if (aborted.load() || header->abort.load()) return kAborted;
+      if (flags[of].left.load(std::memory_order_acquire))
+        return raised.load(std::memory_order_acquire) >= value ? kDone : kPeerLeft;
       const int64_t now = now_nanoseconds();
       if (now - began > kYieldNanoseconds) {
         const timespec nap{0, kSleepNanoseconds};
@@ -190,7 +196,10 @@ Channel* open_channel(void* segment, int rank, int size, int64_t slot_bytes, dou
   return c;
 }
 
-void close_channel(Channel* c) { delete c; }
+void close_channel(Channel* c) {
+  c->flags[c->rank].left.store(1, std::memory_order_release);
+  delete c;
+}
 
 // Every rank of the group gives up, whatever it waits for.
 void abort_channel(Channel* c) {
@@ -198,7 +207,10 @@ void abort_channel(Channel* c) {
   c->header->abort.store(1);
 }
 
+// The collectives take a null channel, one that was closed, as aborted.
+
 int all_reduce(Channel* c, void* data, int64_t n, int32_t dtype) {
+  if (!c) return kAborted;
   if (dtype == kFloat32) return all_reduce_all<float>(*c, data, n);
   if (dtype == kBFloat16) return all_reduce_all<BFloat16>(*c, data, n);
   return all_reduce_all<Float16>(*c, data, n);
@@ -206,6 +218,7 @@ int all_reduce(Channel* c, void* data, int64_t n, int32_t dtype) {
 
 // out[rows, size, row_bytes] <- everybody's x[rows, row_bytes].
 int all_gather(Channel* c, const void* x, void* out, int64_t rows, int64_t row_bytes) {
+  if (!c) return kAborted;
   const int64_t piece = std::min(row_bytes, c->slot_bytes);
   const int64_t rows_at_once = std::max<int64_t>(1, c->slot_bytes / std::max<int64_t>(1, row_bytes));
   for (int64_t row = 0; row < rows; row += rows_at_once) {
@@ -230,6 +243,7 @@ int all_gather(Channel* c, const void* x, void* out, int64_t rows, int64_t row_b
 
 // x <- rank 0's x. Rank 0 does not wait for the others.
 int broadcast(Channel* c, void* x, int64_t bytes) {
+  if (!c) return kAborted;
   for (int64_t at = 0; at < bytes; at += c->slot_bytes) {
     const int64_t count = std::min(c->slot_bytes, bytes - at);
     if (Status s = c->begin()) return s;

@@ -1,9 +1,10 @@
 // y = f(norm(x) W^T + bias), for weights in float32, bfloat16 or float16, computed in float32.
 //
 // norm is RMSNorm or nothing; f is nothing, `+ residual`, or silu(gate) * up for a W that holds
-// both. W is packed in blocks of kColumns rows: [blocks][in][kColumns]. Rows of x are taken in
-// tiles that are normalized, widened and transposed to [in][rows], so the inner loop loads two
-// vectors of weights and one float per row, for two multiply-adds per row.
+// both. W is packed in blocks of kColumns rows, [blocks][in][kColumns], each kColumns in the order
+// of `load_pair`. Rows of x are taken in tiles that are normalized, widened and transposed to
+// [in][rows], so the inner loop loads two vectors of weights and one float per row, for two
+// multiply-adds per row.
 //
 // Each sum is one chain of multiply-adds over `in`, in order, however many rows there are: what
 // a row gives does not depend on its batch mates, bit by bit.
@@ -141,7 +142,8 @@ class Linear {
     for (int64_t i = 0; i < a_.in; ++i)
       for (int b = 0; b < B; ++b) {
         const T* column = w + (b * a_.in + i) * kColumns;
-        const Floats w0 = load(column), w1 = load(column + kLanes);
+        Floats w0, w1;
+        load_pair(column, w0, w1);
         for (int r = 0; r < R; ++r) {
           const Floats xr = splat(x[i * R + r]);
           sum[r][b][0] += w0 * xr;

@@ -104,6 +104,19 @@ inline Floats load(const Float8* p) {
   for (int i = 0; i < kLanes; ++i) x[i] = kFloat8Table.value[p[i].bits];
   return x;
 }
+// Two vectors that are stored side by side; in bfloat16 their elements stand in turn, a0 b0 a1 b1:
+// widening bfloat16 is then a shift and a mask, and no shuffle.
+inline void load_pair(const BFloat16* p, Floats& a, Floats& b) {
+  Words words;
+  std::memcpy(&words, p, sizeof words);
+  a = (Floats)(words << 16);
+  b = (Floats)(words & 0xffff0000u);
+}
+template <class T>
+inline void load_pair(const T* p, Floats& a, Floats& b) {
+  a = load(p);
+  b = load(p + kLanes);
+}
 inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }

@@ -11,6 +11,7 @@ from configs import (
     ParallelConfig,
     SchedulerConfig,
     ServerConfig,
+    check,
     resolve,
 )
 
@@ -71,6 +72,19 @@ def test_hash_is_safe_among_strangers(num_keys: int, hash_name: str) -> None:
     assert resolve(forced, "cpu").cache.hash == "xxh3_128"
 
 
+@pytest.mark.parametrize("key", ["k_scale", "v_scale"])
+def test_scales_belong_to_fp8(key: str) -> None:
+    fp8 = {"kv_cache_dtype": "fp8_e4m3", key: 0.5}
+    assert getattr(resolve(Config(cache=CacheConfig.model_validate(fp8)), "cpu").cache, key) == 0.5
+    plain = Config(cache=CacheConfig.model_validate({key: 0.5}))
+    with pytest.raises(ConfigError) as caught:
+        resolve(plain, "cpu")
+    assert str(caught.value) == (
+        f"cache.{key} is 0.5, but with cache.kv_cache_dtype auto nothing is scaled: set the dtype "
+        f"to fp8_e4m3, or leave the scale out."
+    )
+
+
 class TestContextLength:
     def test_it_comes_from_the_model(self) -> None:
         assert resolve(Config(), "cpu").model.max_model_len is None
@@ -113,6 +127,15 @@ class TestChunkedPrefillOff:
         resolve(self.config(4096, None), "cuda")
         with pytest.raises(ConfigError, match="is 512, but"):
             resolve(self.config(4096, None), "cpu")
+
+    def test_one_device_that_can_is_enough(self) -> None:
+        config = self.config(4096, None)
+        check(config)
+        check(config.model_copy(update={"parallel": ParallelConfig(device="cuda")}))
+        with pytest.raises(ConfigError, match="is 512, but"):
+            check(config.model_copy(update={"parallel": ParallelConfig(device="cpu")}))
+        with pytest.raises(ConfigError, match="is 512, but"):
+            check(self.config(10_000, None))
 
     def test_the_length_of_the_model_counts_once_it_is_known(self) -> None:
         resolve(self.config(None, 1000), "cpu")

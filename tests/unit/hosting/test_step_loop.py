@@ -9,9 +9,8 @@ import pytest
 
 from configs import load, resolve
 from scheduler.core import SchedulerCore
-from scheduler.errors import CacheInUseError, GroupLostError
+from scheduler.errors import CacheInUseError, LoopOverError
 from scheduler.messages import (
-    FinishReason,
     Heartbeat,
     SamplingParams,
     StepResult,
@@ -21,7 +20,7 @@ from scheduler.messages import (
     WorkerFault,
     pack_token_ids,
 )
-from scheduler.step_loop import Load, StepLoop
+from scheduler.step_loop import GroupLoss, Load, StepLoop
 from tests.support.fake_model import run_solo
 from tests.support.memory_link import MemoryLink
 
@@ -36,11 +35,10 @@ class Listener:
     deltas: list[TokenDelta] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     joined: threading.Event = field(default_factory=threading.Event)
-    lost: threading.Event = field(default_factory=threading.Event)
+    losses: list[GroupLoss] = field(default_factory=list)
     crashed: threading.Event = field(default_factory=threading.Event)
-    reason: str = ""
 
-    def on_joined(self) -> None:
+    def on_joined(self, epoch: int) -> None:
         self.joined.set()
 
     def on_news(self, batches: Mapping[str, TokenBatch], load: Load) -> None:
@@ -48,16 +46,15 @@ class Listener:
         for batch in batches.values():
             self.deltas += batch.deltas
 
-    def on_lost(self, reason: str) -> None:
-        self.reason = reason
-        self.lost.set()
+    def on_lost(self, loss: GroupLoss) -> None:
+        self.losses.append(loss)
 
     def on_crash(self) -> None:
         self.crashed.set()
 
-    def terminal(self, request_id: str) -> TokenDelta:
-        (delta,) = [d for d in self.deltas if d.request_id == request_id and d.finish is not None]
-        return delta
+    @property
+    def finished(self) -> set[str]:
+        return {delta.request_id for delta in self.deltas if delta.finish is not None}
 
     def token_ids(self, request_id: str) -> tuple[int, ...]:
         return tuple(t for d in self.deltas if d.request_id == request_id for t in d.token_ids)
@@ -105,14 +102,9 @@ def make_host() -> Iterator[Callable[..., Host]]:
         )
         link = MemoryLink(NUM_BLOCKS, BLOCK_SIZE, epoch=EPOCH, hold=hold)
         listener = Listener()
-        loop = StepLoop(
-            core,
-            link,
-            num_ranks=num_ranks,
-            step_deadline_seconds=deadline_seconds,
-            listener=listener,
-        )
+        loop = StepLoop(core, step_deadline_seconds=deadline_seconds, listener=listener)
         loop.start()
+        loop.begin(EPOCH, link, num_blocks=NUM_BLOCKS, num_ranks=num_ranks)
         hosts.append(Host(loop, link, listener))
         return hosts[-1]
 
@@ -163,7 +155,7 @@ def test_look_ahead_publishes_the_next_plan_before_an_answer(
 
 
 @pytest.mark.parametrize("how", ["fault", "link", "told", "deadline"])
-def test_a_loss_ends_every_request_with_its_reason(
+def test_after_a_loss_all_goes_on_with_the_next_group(
     make_host: Callable[..., Host], how: str
 ) -> None:
     host = make_host(hold=True, deadline_seconds=0.2)
@@ -182,19 +174,27 @@ def test_a_loss_ends_every_request_with_its_reason(
             host.link.release()
             words = "worker 0 cannot be reached"
         case "told":
-            host.loop.lose("worker 0 is lost: its process died")
+            host.loop.lose(EPOCH - 1, "that was long ago")
+            host.loop.lose(EPOCH, "worker 0 is lost: its process died")
             words = "worker 0 is lost: its process died"
         case _:
             words = "have not answered a step"
-    assert host.listener.lost.wait(PATIENCE_SECONDS)
-    assert words in host.listener.reason
-    for name in ("running", "waiting"):
-        delta = host.listener.terminal(name)
-        assert delta.finish is FinishReason.ERROR
-        assert delta.error == host.listener.reason
+    eventually(lambda: host.listener.losses)
+    (loss,) = host.listener.losses
+    assert words in loss.reason
+    assert (loss.epoch, loss.num_steps) == (EPOCH, 2 if how == "link" else 1)
+    eventually(lambda: host.link.is_closed)
+    host.submit("meanwhile")
+    assert host.listener.loads[-1].running_requests == 0
+    host.link.say(StepResult(EPOCH, 2, ()))  # of a link that nobody listens to
+    host.link = MemoryLink(NUM_BLOCKS, BLOCK_SIZE, epoch=EPOCH + 3)
+    host.loop.begin(EPOCH + 3, host.link, num_blocks=NUM_BLOCKS, num_ranks=1)
+    expected = run_solo(PROMPT, SamplingParams(20, seed=1), 200).token_ids
+    names = {"running", "waiting", "meanwhile"}
+    eventually(lambda: host.listener.finished == names)
+    assert {host.listener.token_ids(name) for name in names} == {expected}
+    assert len(host.listener.losses) == 1
     assert not host.listener.crashed.is_set()
-    with pytest.raises(GroupLostError):
-        host.loop.call(lambda core, now: None).result(PATIENCE_SECONDS)
 
 
 def test_a_result_that_nobody_asked_for_ends_the_process(
@@ -205,7 +205,7 @@ def test_a_result_that_nobody_asked_for_ends_the_process(
     eventually(lambda: host.link.num_held == 2)
     host.link.say(StepResult(EPOCH, 7, ()))
     assert host.listener.crashed.wait(PATIENCE_SECONDS)
-    assert not host.listener.lost.is_set()
+    assert not host.listener.losses
     assert "result of step 7" in caplog.text
     assert "('result', 3, 7)" in caplog.text, "the last events are told"
 
@@ -223,7 +223,7 @@ def test_a_mistake_of_a_caller_is_its_own(make_host: Callable[..., Host]) -> Non
 def test_calls_after_the_end_fail_and_do_not_hang(make_host: Callable[..., Host]) -> None:
     host = make_host()
     host.loop.stop()
-    with pytest.raises(GroupLostError):
+    with pytest.raises(LoopOverError):
         host.loop.call(lambda core, now: None).result(PATIENCE_SECONDS)
 
 

@@ -15,13 +15,16 @@ from scheduler.messages import (
     BadRequest,
     Close,
     CloseReason,
+    Counts,
     EndReason,
     EndRequest,
     EngineInfo,
     EngineState,
     Extend,
     FinishReason,
+    Gauges,
     Heartbeat,
+    HistogramCounts,
     InterruptionCause,
     Interruptions,
     JoinGroup,
@@ -39,6 +42,8 @@ from scheduler.messages import (
     StepResult,
     SubmitRequest,
     SubmitRequests,
+    Tally,
+    TallyAnswer,
     TokenBatch,
     TokenDelta,
     TokenLogprobs,
@@ -94,6 +99,13 @@ OUTPUT = SeqOutput(SEQ, (11,), (ROW,), PromptLogprobs(1, (ROW,)), error="no fini
 DELTA = TokenDelta("r", (1,), (ROW,), (ROW, ROW), FinishReason.STOP, USAGE, "broken")
 INFO = EngineInfo(EngineState.STARTING, "loading", 1, 8192, 49152, 16, 100, 2, 3, 40, 12.5)
 
+COUNTS = Counts(
+    version=3,
+    counters={"preemptions_total": {"blocks": 2**40, "drain": 0}},
+    histograms={"request_preemptions": {"": HistogramCounts((3, 0, 1), 7.5)}},
+)
+TALLY = Tally({"ingress-1": COUNTS}, Counts(0, {}, {}), ("ingress-0",))
+GAUGES = Gauges(1, 2, 3, 4, 5, 6, 7, 8)
 EXAMPLES: tuple[Message, ...] = (
     SAMPLING,
     SEQ,
@@ -124,7 +136,12 @@ EXAMPLES: tuple[Message, ...] = (
     DELTA,
     TokenBatch(2, (DELTA,)),
     INFO,
-    PollAnswer(4, (TokenBatch(2, (DELTA,)),), INFO),
+    PollAnswer(4, (TokenBatch(2, (DELTA,)),), INFO, is_new=True),
+    COUNTS.histograms["request_preemptions"][""],
+    COUNTS,
+    TALLY,
+    GAUGES,
+    TallyAnswer(TALLY, GAUGES),
 )
 
 

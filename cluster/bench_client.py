@@ -1,0 +1,198 @@
+"""One request of a load test over HTTP, and what its stream told when."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import aiohttp
+import msgspec
+
+from cluster.bench_options import BenchEndpoint
+from cluster.bench_prompts import BenchRequest
+
+_PATHS: dict[BenchEndpoint, str] = {
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+}
+_MAX_ERROR_CHARS = 200
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one request brought, in seconds on the clock of this process."""
+
+    sent_seconds: float
+    token_seconds: list[float] = field(default_factory=list)
+    """When each piece of the stream that has a token came."""
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    """As the server counts them; None: it does not say."""
+    cached_tokens: int = 0
+    preemptions: int = 0
+    stalled_ms: float = 0.0
+    error: str | None = None
+    """None: all went well."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_seconds) if self.output_tokens is None else self.output_tokens
+
+    @property
+    def ttft_seconds(self) -> float:
+        return self.token_seconds[0] - self.sent_seconds
+
+    @property
+    def e2e_seconds(self) -> float:
+        return self.token_seconds[-1] - self.sent_seconds
+
+    @property
+    def tpot_seconds(self) -> float | None:
+        """Time per output token after the first; None for a single token."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.token_seconds[-1] - self.token_seconds[0]) / (self.num_output_tokens - 1)
+
+    @property
+    def gaps_seconds(self) -> list[float]:
+        """Between the pieces of the stream."""
+        pairs = zip(self.token_seconds, self.token_seconds[1:], strict=False)
+        return [later - earlier for earlier, later in pairs]
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Preemption(msgspec.Struct):
+    count: int = 0
+    stalled_ms: float = 0.0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+    preemption: _Preemption | None = None
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+
+    @property
+    def has_token(self) -> bool:
+        """The chunk that only says who speaks has none."""
+        if self.delta is None:
+            return self.text is not None
+        said = self.delta.content or self.delta.reasoning_content
+        return bool(said) or (self.delta.role is None and self.delta.content is not None)
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: dict[str, Any] | str | None = None
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+Body: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchClient:
+    """How requests are sent."""
+
+    session: aiohttp.ClientSession
+    base_url: str
+    endpoint: BenchEndpoint
+    model: str
+    fields: Body
+    """What every request has besides prompt, model, length and streaming."""
+
+    def body(self, request: BenchRequest) -> Body:
+        body: Body = {
+            "model": self.model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.fields,
+        }
+        if self.endpoint == "chat":
+            body["messages"] = [{"role": "user", "content": request.prompt}]
+            body["max_completion_tokens"] = request.max_tokens
+        else:
+            body["prompt"] = request.prompt
+            body["max_tokens"] = request.max_tokens
+        return body
+
+    async def ask(self, request: BenchRequest) -> Outcome:
+        """Send one request and read its stream to the end. What goes wrong is in the outcome."""
+        data = msgspec.json.encode(self.body(request))
+        headers = {"content-type": "application/json"}
+        outcome = Outcome(time.perf_counter())
+        try:
+            async with self.session.post(
+                self.base_url + _PATHS[self.endpoint], data=data, headers=headers
+            ) as answer:
+                if answer.status != 200:
+                    said = await answer.text()
+                    outcome.error = f"HTTP {answer.status}: {_message(said)}"
+                    return outcome
+                await _read(answer.content, outcome)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            outcome.error = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
+        except msgspec.DecodeError as error:
+            outcome.error = f"a chunk of the stream is not what OpenAI's API has: {error}"
+        if outcome.error is None and not outcome.token_seconds:
+            outcome.error = "the stream ended without a token"
+        return outcome
+
+
+async def _read(stream: aiohttp.StreamReader, outcome: Outcome) -> None:
+    rest = b""
+    is_done = False
+    async for data in stream.iter_any():
+        now = time.perf_counter()
+        *events, rest = (rest + data).split(b"\n")
+        for line in events:
+            if not line.startswith(b"data:"):
+                continue
+            content = line[5:].strip()
+            if content == b"[DONE]":
+                is_done = True
+            else:
+                _take(_decode(content), outcome, now)
+    if not is_done and outcome.error is None:
+        outcome.error = "the stream broke off"
+
+
+def _take(chunk: _Chunk, outcome: Outcome, now: float) -> None:
+    if chunk.error is not None:
+        outcome.error = _message(msgspec.json.encode({"error": chunk.error}).decode())
+        return
+    if any(choice.has_token for choice in chunk.choices):
+        outcome.token_seconds.append(now)
+    usage = chunk.usage
+    if usage is None:
+        return
+    outcome.prompt_tokens, outcome.output_tokens = usage.prompt_tokens, usage.completion_tokens
+    if usage.prompt_tokens_details is not None:
+        outcome.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+    if usage.preemption is not None:
+        outcome.preemptions = usage.preemption.count
+        outcome.stalled_ms = usage.preemption.stalled_ms
+
+
+def _message(body: str) -> str:
+    """What an error says in the words of its server."""
+    try:
+        error = msgspec.json.decode(body)["error"]
+        said = error["message"] if isinstance(error, dict) else error
+    except (msgspec.DecodeError, KeyError, TypeError):
+        said = body
+    return str(said)[:_MAX_ERROR_CHARS]

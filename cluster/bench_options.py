@@ -1,0 +1,116 @@
+"""The options of `palimpsest bench`."""
+
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+import typer
+
+BenchEndpoint: TypeAlias = Literal["completions", "chat"]
+
+_PROMPTS, _LOAD, _OUTPUT = "What is asked", "How it is sent", "What is told"
+
+Url = Annotated[str, typer.Option(help="The server, without /v1.")]
+Model = Annotated[str | None, typer.Option(help="Unset: the first one that the server names.")]
+Endpoint = Annotated[BenchEndpoint, typer.Option(help="Which of the two that generate.")]
+ApiKeyFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The key of the server is in this file.")
+]
+NumRequests = Annotated[
+    int, typer.Option("--num-requests", "-n", min=1, help="How many; of a trace the first ones.")
+]
+
+InputTokens = Annotated[
+    int,
+    typer.Option(
+        min=1, rich_help_panel=_PROMPTS, help="Length of made-up prompts, shared part included."
+    ),
+]
+OutputTokens = Annotated[
+    int, typer.Option(min=1, rich_help_panel=_PROMPTS, help="The most that is answered.")
+]
+Spread = Annotated[
+    float,
+    typer.Option(
+        min=0, max=1, rich_help_panel=_PROMPTS, help="0.2: lengths vary from 80 to 120 %."
+    ),
+]
+PrefixTokens = Annotated[
+    int,
+    typer.Option(min=0, rich_help_panel=_PROMPTS, help="So many tokens prompts begin with alike."),
+]
+NumPrefixes = Annotated[
+    int, typer.Option(min=1, rich_help_panel=_PROMPTS, help="Different beginnings, in turn.")
+]
+VocabSize = Annotated[
+    int,
+    typer.Option(
+        min=2, rich_help_panel=_PROMPTS, help="Made-up prompts have token ids below this."
+    ),
+]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        rich_help_panel=_PROMPTS,
+        help="Texts to ask: a line each, or JSONL with `prompt`, `text`, `question` or `turns`.",
+    ),
+]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        rich_help_panel=_PROMPTS,
+        help="A recorded workload, sent at its recorded times: Mooncake JSONL (prompts share what "
+        "they shared), Azure CSV, or JSONL with prompt_tokens and output_tokens.",
+    ),
+]
+Speed = Annotated[
+    float, typer.Option(rich_help_panel=_PROMPTS, help="Play the trace so many times as fast.")
+]
+IgnoreEos = Annotated[
+    bool | None,
+    typer.Option(
+        rich_help_panel=_PROMPTS,
+        help="Let every answer have its full length. Unset: yes, but for texts of a file.",
+    ),
+]
+Temperature = Annotated[float, typer.Option(min=0, rich_help_panel=_PROMPTS, help="0 is greedy.")]
+Seed = Annotated[
+    int, typer.Option(min=0, rich_help_panel=_PROMPTS, help="Of made-up prompts and send times.")
+]
+
+Concurrency = Annotated[
+    int | None,
+    typer.Option(
+        "--concurrency", "-c", min=1, rich_help_panel=_LOAD, help="The most requests under way."
+    ),
+]
+RequestRate = Annotated[
+    float | None, typer.Option(rich_help_panel=_LOAD, help="Requests per second, on average.")
+]
+Burstiness = Annotated[
+    float,
+    typer.Option(
+        rich_help_panel=_LOAD,
+        help="How even the rate is: 1 as independent users (Poisson), 0.2 in bursts, 100 like a "
+        "clock.",
+    ),
+]
+Warmup = Annotated[
+    int,
+    typer.Option(min=0, rich_help_panel=_LOAD, help="Requests before that count in no figure."),
+]
+
+Goodput = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=MS",
+        rich_help_panel=_OUTPUT,
+        help="Count the requests within this limit: ttft, tpot or e2e. Repeatable.",
+    ),
+]
+Percentiles = Annotated[str, typer.Option(rich_help_panel=_OUTPUT, help="Of all latencies.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", rich_help_panel=_OUTPUT, help="Write the figures here."),
+]

@@ -1,0 +1,21 @@
+"""Ray's references and errors, as the rest of us want them."""
+
+from typing import Any
+
+import ray
+
+
+async def awaited(reference: Any) -> Any:
+    """The reference as a coroutine, of which asyncio can make a task."""
+    return await reference
+
+
+def sentence(error: BaseException | None) -> str:
+    """What happened to a call, or to the process that ran it."""
+    if error is None:
+        return "it ended"
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return sentence(error.cause)
+    if isinstance(error, ray.exceptions.RayActorError):
+        return "its process died"
+    return f"{error}" or type(error).__name__

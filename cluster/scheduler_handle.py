@@ -1,0 +1,122 @@
+"""The scheduler's process, as the engine that owns it sees it: it may be gone at any moment."""
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Collection
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.processes import SchedulerProcess, place_here
+from cluster.ray_errors import awaited, sentence
+from configs import ResolvedConfig
+from scheduler.actor import GroupSize
+from scheduler.messages import Tally, encode
+from scheduler.step_loop import GroupLoss
+
+logger = logging.getLogger(__name__)
+
+_PING_SECONDS = 5.0
+_HANG_SECONDS = 30.0
+"""A scheduler that does not answer for so long is stuck. It never waits for a step."""
+_ANSWER_SECONDS = 10.0
+"""The same when something is known to be wrong."""
+
+
+class SchedulerHandle:
+    def __init__(self) -> None:
+        self.actor: Any = None
+        """None: there is no process."""
+        self.id = ""
+        """Another one for each process."""
+        self.has_begun = False
+        """It has a core, so requests may go there."""
+        self._begun_epoch = -1
+
+    @property
+    def is_there(self) -> bool:
+        return self.actor is not None
+
+    def start_if_missing(self, config: ResolvedConfig) -> None:
+        if self.actor is not None:
+            return
+        beside_me = NodeAffinitySchedulingStrategy(place_here().node_id, soft=True)
+        options = ray.remote(SchedulerProcess).options(
+            num_cpus=0,
+            max_restarts=0,
+            max_concurrency=10_000,
+            scheduling_strategy=beside_me,
+            # Ray would note every call of every replica.
+            enable_task_events=False,
+        )
+        self.actor, self.id = options.remote(config), uuid.uuid4().hex
+        self.has_begun, self._begun_epoch = False, -1
+
+    async def begin(self, epoch: int, size: GroupSize, replicas: Collection[str]) -> None:
+        """See `SchedulerActor.begin`."""
+        self._begun_epoch = epoch
+        await self.actor.begin.remote(epoch, size, tuple(replicas))
+        self.has_begun = True
+
+    async def wait_lost(self, epoch: int) -> str:
+        """Returns when the scheduler has lost the group of `epoch`, or is lost itself; why."""
+        lost = asyncio.ensure_future(awaited(self.actor.wait_lost.remote(epoch)))
+        try:
+            while not lost.done():
+                await asyncio.wait({lost}, timeout=_PING_SECONDS)
+                if not lost.done() and not await self._answers(_HANG_SECONDS):
+                    return f"the scheduler has not answered for {_HANG_SECONDS:g} s"
+            return str((await lost).reason)
+        except ray.exceptions.RayError as error:
+            return f"the scheduler is lost: {sentence(error)}"
+        finally:
+            lost.cancel()
+
+    async def _answers(self, timeout_seconds: float) -> bool:
+        """Raises RayError if it is dead."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self.actor.ping.remote()
+        except TimeoutError:
+            return False
+        return True
+
+    async def lose(self, epoch: int, reason: str) -> GroupLoss | None:
+        """Let all that runs in `epoch` wait; None if there is nobody who could tell of it.
+
+        A process that died, or does not answer, is forgotten.
+        """
+        if self.actor is None:
+            return None
+        try:
+            if await self._answers(_ANSWER_SECONDS):
+                if self._begun_epoch != epoch:
+                    return None
+                loss: GroupLoss = await self.actor.lose.remote(epoch, reason)
+                return loss
+            why = "it does not answer"
+        except ray.exceptions.RayError as error:
+            why = sentence(error)
+        logger.warning("the scheduler is replaced: %s", why)
+        self.kill()
+        return None
+
+    async def tell(self, counts: Tally) -> None:
+        """Let what the engine has counted be part of the metrics."""
+        if self.actor is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                await self.actor.exchange_counts.remote(encode(counts))
+
+    async def give_up(self, reason: str) -> None:
+        """End all requests, with `reason`. The process stays, to tell its clients."""
+        if self.actor is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                await self.actor.give_up.remote(reason)
+
+    def kill(self) -> None:
+        actor, self.actor, self.has_begun = self.actor, None, False
+        if actor is not None:
+            ray.kill(actor)  # no error if it is dead already

@@ -1,0 +1,323 @@
+"""Whatever dies, over HTTP and with a real model: no answer is lost, and no text changes."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from cluster.probe import Probe
+from cluster.supervisor import existing_supervisors
+from tests.support import faulty_rank
+from tests.support.events import Stream
+from tests.support.faults import (
+    Job,
+    Load,
+    is_alive,
+    kill,
+    undisturbed,
+    wait_dead,
+    wait_recovered,
+)
+from tests.support.references import stories_directory
+from tests.support.served_model import ready_to_serve
+from tests.support.serving import App, deployed, free_port, serve_on
+
+pytestmark = pytest.mark.timeout(240, func_only=True)
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+NUM_RANKS = 4
+MAX_GROWTH = 1.1
+STEP_DEADLINE_SECONDS = 3
+SETTINGS = (
+    "model.dtype=float32",
+    "parallel.tensor_parallel_size=2",
+    "parallel.pipeline_parallel_size=2",
+    "cache.num_blocks=1500",
+    f"server.step_deadline_seconds={STEP_DEADLINE_SECONDS}",
+)
+
+
+def jobs() -> list[Job]:
+    """Greedy and seeded, with choices, stop texts and penalties, streamed and not."""
+    openings = ("Once upon a time", "Tom had a red ball.", "The big dog", "One day, a boy")
+    drawn: list[Job] = []
+    for number in range(12):
+        body: dict[str, Any] = {"max_tokens": 20 + 3 * number, "stream": number % 4 < 3}
+        if number % 2:
+            body |= {"temperature": 0.9, "top_p": 0.9, "seed": number}
+        else:
+            body |= {"temperature": 0}
+        if number % 3 == 0:
+            body |= {"n": 2, "seed": number, "temperature": 0.8}
+        if number % 3 == 1:
+            body |= {"stop": [" She was", " and the"], "min_tokens": 8}
+        if number % 5 == 2:
+            body |= {"repetition_penalty": 1.1, "frequency_penalty": 0.2}
+        text = openings[number % len(openings)]
+        if number % 4 == 0:
+            drawn.append((CHAT, {**body, "messages": [{"role": "user", "content": text}]}))
+        else:
+            drawn.append((COMPLETIONS, {**body, "prompt": text}))
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def port(ray_cluster: None) -> Iterator[int]:
+    port = free_port()
+    with serve_on(port):
+        yield port
+
+
+@pytest.fixture(scope="module")
+def model(test_data_dir: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    return ready_to_serve(stories_directory(test_data_dir, folder), folder)
+
+
+@pytest.fixture(scope="module")
+def the_app(port: int, model: Path) -> Iterator[App]:
+    settings = (f"model.model={model}", *SETTINGS)
+    with deployed("faults", port, *settings, loader=faulty_rank.LOADER) as app:
+        yield app
+
+
+@pytest.fixture(scope="module")
+def undisturbed_load(the_app: App) -> Load:
+    return undisturbed(the_app, jobs())
+
+
+@pytest.fixture
+def app(the_app: App) -> Iterator[App]:
+    """Which must be idle and hold nothing at the end of the test."""
+    yield the_app
+    the_app.wait_idle()
+
+
+@pytest.fixture
+def load(app: App, undisturbed_load: Load) -> Load:
+    return Load(app, undisturbed_load.jobs, undisturbed_load.expected)
+
+
+def recoveries_of(app: App) -> int:
+    return app.status().num_recoveries
+
+
+def test_a_kill_of_each_rank(app: App, load: Load) -> None:
+    pids = app.worker_pids()
+    scheduler_pid = app.scheduler_pid()
+    before = recoveries_of(app)
+    with load.running():
+        for rank in range(NUM_RANKS):
+            time.sleep(0.7)
+            kill(app.worker_pids()[rank])
+            recovery = wait_recovered(app, before + rank + 1)
+            assert recovery.replaced == (f"worker {rank}",)
+    assert load.causes["worker_lost"] >= NUM_RANKS
+    assert set(load.causes) == {"worker_lost"}
+    assert not set(pids) & set(app.worker_pids())
+    assert app.scheduler_pid() == scheduler_pid
+    assert app.counters().preemptions["worker_lost"] >= load.causes["worker_lost"]
+
+
+def test_probes_and_new_requests_while_it_recovers(app: App, load: Load) -> None:
+    before = recoveries_of(app)
+    with httpx.Client(base_url=app.url, timeout=60) as client, load.running():
+        kill(app.worker_pids()[1])
+        while (ready := client.get("/ready")).status_code == 200:
+            time.sleep(0.01)
+        assert ready.status_code == 503
+        assert ready.json()["status"] == "recovering"
+        assert "worker" in ready.json()["reason"]
+        assert client.get("/health").status_code == 200
+        answer = client.post(COMPLETIONS, json={"prompt": "The cat", "max_tokens": 3})
+        assert answer.status_code == 200
+        assert recoveries_of(app) == before + 1, "it waited for the next group"
+    assert client.is_closed
+
+
+def test_a_model_that_fails_takes_its_process_along_and_no_other(
+    app: App, model: Path, load: Load
+) -> None:
+    pids, before = app.worker_pids(), recoveries_of(app)
+    with load.running():
+        time.sleep(0.5)
+        faulty_rank.ask(model, 3, "raise")
+        recovery = wait_recovered(app, before + 1)
+    assert recovery.replaced == ("worker 3",)
+    assert "the test wants this model to fail" in recovery.reason
+    assert app.worker_pids()[:3] == pids[:3]
+    assert load.causes["worker_lost"]
+
+
+def test_a_process_that_stops_is_replaced_and_ends_when_it_wakes(app: App, load: Load) -> None:
+    pids, before = app.worker_pids(), recoveries_of(app)
+    zombie = pids[0]
+    with load.running():
+        time.sleep(0.5)
+        os.kill(zombie, signal.SIGSTOP)
+        recovery = wait_recovered(app, before + 1)
+        assert "worker 0" in recovery.replaced
+        if is_alive(zombie):
+            os.kill(zombie, signal.SIGCONT)
+        wait_dead([zombie])
+        load_before = load.num_answers
+        while load.num_answers == load_before:
+            time.sleep(0.05)
+    assert recoveries_of(app) == before + 1, "nobody was hurt by what it did when it woke"
+
+
+def test_a_rank_that_hangs_in_its_step(app: App, model: Path, load: Load) -> None:
+    before = recoveries_of(app)
+    with load.running():
+        time.sleep(0.5)
+        asked = faulty_rank.ask(model, 2, "hang")
+        recovery = wait_recovered(app, before + 1)
+    assert not asked.exists()
+    assert "worker 2" in recovery.replaced
+    assert "have not answered a step" in recovery.reason
+
+
+def test_a_scheduler_that_dies_again_and_again(app: App, load: Load) -> None:
+    pids, before = app.worker_pids(), recoveries_of(app)
+    with load.running():
+        for number in range(3):
+            time.sleep(0.3 + 0.4 * number)
+            kill(app.scheduler_pid())
+            recovery = wait_recovered(app, before + number + 1)
+            assert recovery.replaced == ("scheduler",)
+    assert load.causes["scheduler_lost"] >= 3
+    assert app.worker_pids() == pids, "the workers keep their weights"
+
+
+@pytest.mark.full
+def test_a_scheduler_that_stops(app: App, load: Load) -> None:
+    before, zombie = recoveries_of(app), app.scheduler_pid()
+    with load.running():
+        time.sleep(0.5)
+        os.kill(zombie, signal.SIGSTOP)
+        recovery = wait_recovered(app, before + 1)
+        assert recovery.replaced == ("scheduler",)
+        assert "has not answered" in recovery.reason
+        if is_alive(zombie):
+            os.kill(zombie, signal.SIGCONT)
+        wait_dead([zombie])
+    assert recoveries_of(app) == before + 1
+
+
+@pytest.mark.parametrize(
+    "num_faults", [20, pytest.param(300, marks=[pytest.mark.full, pytest.mark.timeout(1800)])]
+)
+def test_faults_of_all_kinds(app: App, model: Path, load: Load, num_faults: int) -> None:
+    """Half of the time a worker is killed, else the scheduler, or a model fails."""
+    rng = random.Random(num_faults)
+    done = app.status().num_recoveries
+    with load.running():
+        for number in range(num_faults):
+            time.sleep(rng.random())
+            fault = rng.choice(("worker", "worker", "scheduler", "model"))
+            match fault:
+                case "worker":
+                    kill(rng.choice(app.worker_pids()))
+                case "scheduler":
+                    kill(app.scheduler_pid())
+                case "model":
+                    faulty_rank.ask(model, rng.randrange(NUM_RANKS), "raise")
+            wait_recovered(app, done + number + 1)
+            if number == num_faults // 4:
+                early = resources_of(app)
+    assert set(load.causes) == {"worker_lost", "scheduler_lost"}
+    app.wait_idle()
+    if num_faults > 100:
+        late = resources_of(app)
+        for what, amount in early.items():
+            assert late[what] <= amount * MAX_GROWTH + 8, (what, early, late)
+
+
+def resources_of(app: App) -> dict[str, float]:
+    """What the processes that no fault replaces hold: of the supervisor and of the replica, and
+    how many processes there are."""
+    held: dict[str, float] = {"processes": len(psutil.Process().children(recursive=True))}
+    pids = {"supervisor": asyncio.run(supervisor_pid(app.name)), "replica": replica_pids(app)[0]}
+    for name, pid in pids.items():
+        process = psutil.Process(pid)
+        held[f"descriptors of the {name}"] = process.num_fds()
+        held[f"MiB of the {name}"] = process.memory_info().rss / 2**20
+    held["shared memory"] = len(list(Path("/dev/shm").iterdir()))
+    return held
+
+
+def test_an_ingress_replica_that_dies_takes_its_requests_along_and_is_replaced(app: App) -> None:
+    body = {"prompt": "The cat", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    (replica,) = replica_pids(app)
+    with httpx.Client(base_url=app.url, timeout=30) as client:
+        with client.stream("POST", COMPLETIONS, json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            kill(replica)
+            with pytest.raises((httpx.TransportError, AssertionError)):
+                Stream().read(["", *lines])
+        app.wait_idle(timeout_seconds=5)
+        deadline = time.monotonic() + 30
+        while not (state := Probe(app.url).state()).is_ready:
+            assert time.monotonic() < deadline, state
+            time.sleep(0.1)
+        answer = client.post(COMPLETIONS, json={"prompt": "The cat", "max_tokens": 3})
+        assert answer.status_code == 200
+
+
+def test_what_ray_serve_loses(app: App, load: Load) -> None:
+    """The controller: nobody notices. The proxy: connections break, and soon another listens."""
+    with load.running():
+        kill(pids_of("ray::ServeController")[0])
+        answers = load.num_answers
+        while load.num_answers < answers + len(load.jobs):
+            time.sleep(0.05)
+    assert not load.causes
+    kill(pids_of("ray::ProxyActor")[0])
+    deadline = time.monotonic() + 30
+    while not (state := Probe(app.url).state()).is_ready:
+        assert time.monotonic() < deadline, state
+        time.sleep(0.1)
+    load.run_once()
+
+
+def test_a_supervisor_that_dies_takes_the_engine_along_and_no_request(app: App, load: Load) -> None:
+    pids = [*app.worker_pids(), app.scheduler_pid()]
+    with load.running():
+        time.sleep(0.5)
+        kill(asyncio.run(supervisor_pid(app.name)))
+        while app.name not in existing_supervisors() or not app.worker_pids():
+            time.sleep(0.1)
+        answers = load.num_answers
+        while load.num_answers == answers:
+            time.sleep(0.1)
+    assert load.causes["scheduler_lost"]
+    assert not set(pids) & {*app.worker_pids(), app.scheduler_pid()}
+    wait_dead(pids)
+
+
+async def supervisor_pid(app: str) -> int:
+    pid = await existing_supervisors()[app].process_id.remote()
+    assert isinstance(pid, int)
+    return pid
+
+
+def replica_pids(app: App) -> list[int]:
+    return pids_of(f"ray::ServeReplica:{app.name}:")
+
+
+def pids_of(title: str) -> list[int]:
+    """Of the processes whose titles begin so."""
+    return [
+        process.pid
+        for process in psutil.Process().children(recursive=True)
+        if " ".join(process.cmdline()).startswith(title)
+    ]

@@ -1,0 +1,104 @@
+"""Faults under load: requests that never stop coming, and processes that die under them."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.supervisor_view import AppStatus, Recovery
+from scheduler.messages import EngineState
+from tests.support.asking import Answered, ask_all
+from tests.support.serving import App
+
+RECOVERY_SECONDS = 90.0
+_DEAD_SECONDS = 30.0
+_TICK_SECONDS = 0.02
+
+Job = tuple[str, dict[str, Any]]
+
+
+@dataclass
+class Load:
+    """The same jobs again and again, all at once; each answer must be the expected one."""
+
+    app: App
+    jobs: Sequence[Job]
+    expected: Sequence[Answered]
+    num_answers: int = 0
+    causes: Counter[str] = field(default_factory=Counter)
+    """Why they were interrupted, over all answers."""
+
+    def run_once(self) -> None:
+        answers = ask_all(self.app.url, list(self.jobs))
+        for job, answer, expected in zip(self.jobs, answers, self.expected, strict=True):
+            assert answer.content == expected.content, job
+            self.causes.update(answer.preemption.get("causes", {}))
+        self.num_answers += len(answers)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """In a thread, for as long as the body takes, and then to the end of the round. Raises
+        what went wrong there."""
+        stopping = threading.Event()
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                while not stopping.is_set():
+                    self.run_once()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+        finally:
+            stopping.set()
+            thread.join()
+        if errors:
+            raise errors[0]
+
+
+def undisturbed(app: App, jobs: Sequence[Job]) -> Load:
+    """The jobs with the answers that they get when nothing happens."""
+    answers = ask_all(app.url, list(jobs))
+    assert not any(answer.preemption for answer in answers)
+    return Load(app, jobs, answers)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_dead(pids: Iterable[int]) -> None:
+    deadline = time.monotonic() + _DEAD_SECONDS
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"still alive: {alive}"
+        time.sleep(0.05)
+
+
+def wait_recovered(app: App, num_recoveries: int) -> Recovery:
+    """The last recovery, once there were so many and the engine is ready."""
+    deadline = time.monotonic() + RECOVERY_SECONDS
+    status: AppStatus | None = None
+    while time.monotonic() < deadline:
+        status = app.status()
+        if status.num_recoveries >= num_recoveries and status.info.state is EngineState.READY:
+            return status.recoveries[-1]
+        assert status.info.state is not EngineState.FAILED, status.info
+        time.sleep(_TICK_SECONDS)
+    raise AssertionError(f"not recovered after {RECOVERY_SECONDS} s: {status}")

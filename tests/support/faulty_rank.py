@@ -1,0 +1,63 @@
+"""Ranks with the real model that can be told to go wrong.
+
+Loaded by the name `tests.support.faulty_rank:load_faulty_rank`. A file in the folder of the model,
+named by `ask`, is consumed by its rank before the next step with work, which then fails, or hangs.
+"""
+
+import socket
+import time
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from configs import Device, ResolvedConfig
+from scheduler.messages import JoinGroup, StepPlan, StepResult, WorkerHello
+from worker.actor import LoadedRank
+
+Fault: TypeAlias = Literal["raise", "hang"]
+
+LOADER = "tests.support.faulty_rank:load_faulty_rank"
+
+
+def ask(model: Path, rank: int, fault: Fault) -> Path:
+    """Let `rank` go wrong in its next step; the file is gone when it has."""
+    path = model / f"{fault}-{rank}"
+    path.touch()
+    return path
+
+
+class FaultyRank:
+    """Implements `worker.actor.LoadedRank` around another one."""
+
+    def __init__(self, rank: LoadedRank, model: Path, number: int) -> None:
+        self._rank = rank
+        self._faults = {fault: model / f"{fault}-{number}" for fault in ("raise", "hang")}
+
+    def join(self, message: JoinGroup, listener: socket.socket | None) -> WorkerHello:
+        return self._rank.join(message, listener)
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        if plan.work:
+            if self._take("raise"):
+                raise RuntimeError("the test wants this model to fail")
+            while self._take("hang"):
+                time.sleep(3600)
+        return self._rank.execute(plan)
+
+    def abort(self) -> None:
+        self._rank.abort()
+
+    def leave(self) -> None:
+        self._rank.leave()
+
+    def _take(self, fault: Fault) -> bool:
+        try:
+            self._faults[fault].unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+
+def load_faulty_rank(config: ResolvedConfig, device: Device, rank: int) -> FaultyRank:
+    from worker.member import load_rank
+
+    return FaultyRank(load_rank(config, device, rank), Path(config.model.model), rank)

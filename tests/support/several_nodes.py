@@ -1,0 +1,166 @@
+"""One model over three nodes of one machine, each with an address of its own: the network is the
+only way between them.
+
+python -m tests.support.several_nodes MODEL_DIRECTORY
+
+Asks the same of an engine of one worker and of one whose three pipeline stages are on three nodes,
+over HTTP, and prints as JSON what both said. A process of its own, because a process has one Ray.
+"""
+
+import asyncio
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.leftovers import Leftovers
+from tests.support.ray_cluster import set_environment
+
+# Not 127.0.0.1, which Ray replaces by the address of the machine.
+HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+NUM_BLOCKS = 25
+_OBJECT_STORE_BYTES = 80 << 20
+_CPUS_OF_HEAD = 2
+"""One for the stage, one for the engine of one worker."""
+PROMPTS = (
+    "Once upon a time, there was a little girl named Lily.",
+    "Tom had a red ball. He liked to play with it",
+    "The big dog ran to the park and saw",
+    "One day, a boy found a shiny stone.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What was seen of one engine."""
+
+    contents: list[Any]
+    """Of all answers: texts, finish reasons, token counts."""
+    preemptions: int
+    hosts: list[str]
+    """Of the scheduler, and of all ranks."""
+    node_ids: list[str]
+    local_sockets: list[str]
+    """Of links that only one machine can use."""
+    listening: list[str]
+    """Addresses on which this engine's processes listen, in the range for links."""
+    held_blocks: int
+
+
+@contextlib.contextmanager
+def three_nodes() -> Iterator[None]:
+    """A Ray cluster of which nothing is left; `set_environment` comes first."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    folder = tempfile.mkdtemp(prefix="ray-")
+    common = {"object_store_memory": _OBJECT_STORE_BYTES, "temp_dir": folder}
+    cluster = Cluster()
+    try:
+        for number, host in enumerate(HOSTS):
+            num_cpus = 1 if number else _CPUS_OF_HEAD
+            cluster.add_node(
+                num_cpus=num_cpus, node_ip_address=host, include_dashboard=False, **common
+            )
+        ray.init(
+            address=cluster.address,
+            namespace="tests",
+            log_to_driver=False,
+            _node_ip_address=HOSTS[0],
+        )
+        yield
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def observe(app: Any) -> Said:
+    from tests.support.asking import ask_all
+    from tests.support.engines import status_of
+
+    work: list[tuple[str, dict[str, Any]]] = []
+    for number, prompt in enumerate(PROMPTS * 2):
+        body: dict[str, Any] = {"prompt": prompt, "max_tokens": 60, "stream": number % 2 == 0}
+        body |= {"temperature": 0} if number < len(PROMPTS) else {"seed": number, "top_p": 0.9}
+        work.append(("/v1/completions", {**body, "ignore_eos": True}))
+    answers = ask_all(app.url, work)
+    app.wait_idle()
+    status = asyncio.run(status_of(app.name))
+    assert status.scheduler is not None
+    assert status.scheduler.counters is not None
+    assert status.scheduler_place is not None
+    places = [status.scheduler_place, *status.places]
+    return Said(
+        contents=[answer.content for answer in answers],
+        preemptions=sum(status.scheduler.counters.preemptions.values()),
+        hosts=[place.host for place in places],
+        node_ids=[place.node_id for place in places],
+        local_sockets=local_link_sockets(),
+        listening=listening_addresses([place.process_id for place in places], app.config.parallel),
+        held_blocks=status.scheduler.counters.held_blocks,
+    )
+
+
+def local_link_sockets() -> list[str]:
+    """The names of those in this machine, which are in no file system."""
+    sockets = Path("/proc/net/unix").read_text().splitlines()
+    return sorted({line.split()[-1] for line in sockets if "@palimpsest-" in line})
+
+
+def listening_addresses(process_ids: list[int], parallel: Any) -> list[str]:
+    import psutil
+
+    ports = range(parallel.first_port, parallel.last_port + 1)
+    found = set()
+    for process_id in process_ids:
+        for connection in psutil.Process(process_id).net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port in ports:
+                found.add(str(connection.laddr.ip))
+    return sorted(found)
+
+
+def run(model: Path) -> dict[str, Said]:
+    from tests.support.served_model import ready_to_serve
+    from tests.support.serving import deployed, free_port, serve_on
+
+    with tempfile.TemporaryDirectory() as folder, three_nodes():
+        directory = ready_to_serve(model, Path(folder))
+        port = free_port()
+        common = (
+            f"model.model={directory}",
+            "model.dtype=float32",
+            f"cache.num_blocks={NUM_BLOCKS}",
+        )
+        over_three = ("parallel.pipeline_parallel_size=3", "parallel.cpus_per_rank=1")
+        with serve_on(port):
+            with deployed("alone", port, *common) as app:
+                alone = observe(app)
+            with deployed("three", port, *common, *over_three) as app:
+                three = observe(app)
+        return {"alone": alone, "three": three}
+
+
+def main() -> None:
+    before = Leftovers.now()
+    set_environment()
+    began = time.monotonic()
+    said = run(Path(sys.argv[1]))
+    left = Leftovers.now()
+    deadline = time.monotonic() + 15
+    while (new := left.new_since(before)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+        left = Leftovers.now()
+    seconds = round(time.monotonic() - began, 1)
+    answer = {name: asdict(one) for name, one in said.items()} | {"left": new, "seconds": seconds}
+    sys.stdout.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()
