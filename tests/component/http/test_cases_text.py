@@ -22,7 +22,8 @@ from tests.support.asking import (
     whole,
     with_client,
 )
-from tests.support.http_server import HttpServer
+from tests.support.http_server import MODEL, HttpServer
+from tests.support.metrics import scrape
 from tests.support.served_model import model_server
 
 OPENING = "Once upon a time, there was a little girl named Lily."
@@ -236,32 +237,45 @@ def test_case_27_salts(squeezed: TightServer) -> None:
 
 
 def test_case_29_every_request_is_counted_once(squeezed: TightServer) -> None:
-    body = body_of(COMPLETIONS, OPENING, ignore_eos=True)
+    """Ten that end, five whose clients leave while they run, five while they wait."""
+    body = body_of(COMPLETIONS, OPENING, ignore_eos=True, stream=True)
+
+    async def leave(client: httpx.AsyncClient, begun: list[int], number: int) -> None:
+        endless = {**body, "max_tokens": 1500}
+        async with client.stream("POST", COMPLETIONS, json=endless) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {") and number not in begun:
+                    begun.append(number)
+
+    async def cancel(tasks: list[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def run(client: httpx.AsyncClient) -> None:
-        leaving = [
-            asyncio.create_task(
-                ask(client, COMPLETIONS, {**body, "max_tokens": 500, "stream": True})
-            )
-            for _ in range(10)
-        ]
+        begun: list[int] = []
+        tasks = [asyncio.create_task(leave(client, begun, number)) for number in range(10)]
+        info = server.engine.client.info
         async with asyncio.timeout(10):
-            while server.engine.client.info().running_requests < 5:
+            while len(begun) < 5 or info().waiting_requests < 5:
                 await asyncio.sleep(0.01)
-        assert server.engine.client.info().waiting_requests == 5
-        for task in leaving:
-            task.cancel()
-        await asyncio.gather(*leaving, return_exceptions=True)
+            await cancel([task for number, task in enumerate(tasks) if number not in begun])
+            while info().waiting_requests:
+                await asyncio.sleep(0.01)
+        await cancel([tasks[number] for number in begun])
         jobs = (ask(client, COMPLETIONS, {**body, "max_tokens": 5}) for _ in range(10))
         await asyncio.gather(*jobs)
 
     with squeezed(500, max_num_seqs=5, step_seconds=0.005) as server:
         with_client(server.url, run)
         server.wait_idle()
-        status = server.run(server.engine.actor.status)
-    assert status.counters is not None
-    assert status.counters.finished == {"length": 10, "abort": 10}
-    assert (status.info.running_requests, status.info.waiting_requests) == (0, 0)
+        counters = server.run(server.engine.actor.status).counters
+        found = scrape(server.url, MODEL)
+    assert counters is not None
+    assert counters.finished == {"length": 10, "abort": 10}
+    assert found.value("requests_running") == 0
+    assert sum(found.by_label("requests_waiting").values()) == 0
+    assert found.value("time_to_first_token_seconds_count") == 15
 
 
 def test_case_30_what_clients_are_told_of_preemptions_is_what_is_counted(
@@ -275,8 +289,17 @@ def test_case_30_what_clients_are_told_of_preemptions_is_what_is_counted(
         answers = ask_all(server.url, [(COMPLETIONS, body) for body in bodies])
         server.wait_idle()
         counters = server.run(server.engine.actor.status).counters
+        found = scrape(server.url, MODEL)
     assert counters is not None
     told = [answer.preemption for answer in answers if answer.preemption]
-    assert sum(one["count"] for one in told) == counters.preemptions["blocks"] > 0
-    assert counters.scheduled_recompute_tokens == sum(one["recomputed_tokens"] for one in told)
     assert all(one["stalled_ms"] > 0 for one in told)
+    number = sum(one["count"] for one in told)
+    assert number == counters.preemptions["blocks"] > 0
+    assert counters.scheduled_recompute_tokens == sum(one["recomputed_tokens"] for one in told)
+    # One time to first token for each, however often it was interrupted; the pauses are apart.
+    assert found.value("time_to_first_token_seconds_count") == len(bodies)
+    assert found.value("request_preemptions_count") == len(bodies)
+    assert found.value("request_preemptions_sum") == number
+    assert found.value("preemption_stall_seconds_count", cause="blocks") == number
+    stalled_seconds = sum(one["stalled_ms"] for one in told) / 1000
+    assert found.value("e2e_request_latency_seconds_sum") > stalled_seconds

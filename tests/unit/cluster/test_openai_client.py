@@ -79,6 +79,32 @@ def test_streaming_with_usage(client: OpenAI) -> None:
     assert chunks[-1].usage.prompt_tokens_details is not None
 
 
+def test_logprobs(client: OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "one 😀"}],
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    logprobs = chat.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    *said, end = logprobs.content
+    assert b"".join(bytes(entry.bytes or ()) for entry in said).decode() == "one 😀"
+    assert end.token == "<|im_end|>"
+    assert {len(entry.top_logprobs) for entry in said} == {2}
+    scored = client.completions.create(
+        model=MODEL, prompt="one two three", echo=True, max_tokens=0, logprobs=1
+    )
+    rated = scored.choices[0].logprobs
+    assert rated is not None
+    assert rated.tokens is not None
+    assert rated.token_logprobs is not None
+    assert "".join(rated.tokens) == scored.choices[0].text == "one two three"
+    assert len(rated.token_logprobs) == len(rated.tokens)
+
+
 def test_leaving_a_stream(client: OpenAI) -> None:
     stream = client.completions.create(
         model=MODEL, prompt="one", max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
