@@ -111,8 +111,8 @@ def _wait_ready(app: App) -> None:
 
 @contextlib.contextmanager
 def serve_on(port: int) -> Iterator[None]:
-    """Ray Serve on the Ray cluster of this process."""
-    serve.start(http_options={"host": HOST, "port": port})
+    """Ray Serve on the Ray cluster of this process, listening on its first node."""
+    serve.start(proxy_location="HeadOnly", http_options={"host": HOST, "port": port})
     try:
         yield
     finally:
