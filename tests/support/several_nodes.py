@@ -26,6 +26,7 @@ from tests.support.ray_cluster import set_environment
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 NUM_BLOCKS = 25
 _OBJECT_STORE_BYTES = 80 << 20
+_PATIENCE_SECONDS = 15.0
 PROMPTS = (
     "Once upon a time, there was a little girl named Lily.",
     "Tom had a red ball. He liked to play with it",
@@ -140,15 +141,11 @@ def run(model: Path) -> dict[str, Said]:
 def main() -> None:
     before = Leftovers.now()
     set_environment()
-    began = time.monotonic()
     said = run(Path(sys.argv[1]))
-    left = Leftovers.now()
-    deadline = time.monotonic() + 15
-    while (new := left.new_since(before)) and time.monotonic() < deadline:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (left := Leftovers.now().processes - before.processes) and time.monotonic() < deadline:
         time.sleep(0.2)
-        left = Leftovers.now()
-    seconds = round(time.monotonic() - began, 1)
-    answer = {name: asdict(one) for name, one in said.items()} | {"left": new, "seconds": seconds}
+    answer = {name: asdict(one) for name, one in said.items()} | {"left": sorted(left)}
     sys.stdout.write(json.dumps(answer) + "\n")
 
 
