@@ -121,8 +121,8 @@ def deployed(
 
 @contextlib.contextmanager
 def serve_on(port: int) -> Iterator[None]:
-    """Ray Serve on the Ray cluster of this process."""
-    serve.start(http_options={"host": HOST, "port": port})
+    """Ray Serve on the Ray cluster of this process, listening on its first node."""
+    serve.start(proxy_location="HeadOnly", http_options={"host": HOST, "port": port})
     try:
         yield
     finally:

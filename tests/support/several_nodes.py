@@ -26,8 +26,7 @@ from tests.support.ray_cluster import set_environment
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 NUM_BLOCKS = 25
 _OBJECT_STORE_BYTES = 80 << 20
-_CPUS_OF_HEAD = 2
-"""One for the stage, one for the engine of one worker."""
+_PATIENCE_SECONDS = 15.0
 PROMPTS = (
     "Once upon a time, there was a little girl named Lily.",
     "Tom had a red ball. He liked to play with it",
@@ -46,10 +45,10 @@ class Said:
     hosts: list[str]
     """Of the scheduler, and of all ranks."""
     node_ids: list[str]
-    local_sockets: list[str]
+    local_sockets: int
     """Of links that only one machine can use."""
     listening: list[str]
-    """Addresses on which this engine's processes listen, in the range for links."""
+    """Addresses on which the engine listens, in its range of ports."""
     held_blocks: int
 
 
@@ -63,11 +62,8 @@ def three_nodes() -> Iterator[None]:
     common = {"object_store_memory": _OBJECT_STORE_BYTES, "temp_dir": folder}
     cluster = Cluster()
     try:
-        for number, host in enumerate(HOSTS):
-            num_cpus = 1 if number else _CPUS_OF_HEAD
-            cluster.add_node(
-                num_cpus=num_cpus, node_ip_address=host, include_dashboard=False, **common
-            )
+        for host in HOSTS:  # of one CPU, and so with room for one stage
+            cluster.add_node(num_cpus=1, node_ip_address=host, include_dashboard=False, **common)
         ray.init(
             address=cluster.address,
             namespace="tests",
@@ -102,28 +98,24 @@ def observe(app: Any) -> Said:
         preemptions=sum(status.scheduler.counters.preemptions.values()),
         hosts=[place.host for place in places],
         node_ids=[place.node_id for place in places],
-        local_sockets=local_link_sockets(),
-        listening=listening_addresses([place.process_id for place in places], app.config.parallel),
+        **sockets_of([place.process_id for place in places], app.config.parallel),
         held_blocks=status.scheduler.counters.held_blocks,
     )
 
 
-def local_link_sockets() -> list[str]:
-    """The names of those in this machine, which are in no file system."""
-    sockets = Path("/proc/net/unix").read_text().splitlines()
-    return sorted({line.split()[-1] for line in sockets if "@palimpsest-" in line})
-
-
-def listening_addresses(process_ids: list[int], parallel: Any) -> list[str]:
+def sockets_of(process_ids: list[int], parallel: Any) -> dict[str, Any]:
+    """How these processes can be reached."""
     import psutil
 
     ports = range(parallel.first_port, parallel.last_port + 1)
-    found = set()
+    num_local, listening = 0, set()
     for process_id in process_ids:
-        for connection in psutil.Process(process_id).net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port in ports:
-                found.add(str(connection.laddr.ip))
-    return sorted(found)
+        for socket in psutil.Process(process_id).net_connections("all"):
+            if isinstance(socket.laddr, str):
+                num_local += "palimpsest-" in socket.laddr
+            elif socket.status == psutil.CONN_LISTEN and socket.laddr.port in ports:
+                listening.add(str(socket.laddr.ip))
+    return {"local_sockets": num_local, "listening": sorted(listening)}
 
 
 def run(model: Path) -> dict[str, Said]:
@@ -150,15 +142,11 @@ def run(model: Path) -> dict[str, Said]:
 def main() -> None:
     before = Leftovers.now()
     set_environment()
-    began = time.monotonic()
     said = run(Path(sys.argv[1]))
-    left = Leftovers.now()
-    deadline = time.monotonic() + 15
-    while (new := left.new_since(before)) and time.monotonic() < deadline:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (left := Leftovers.now().processes - before.processes) and time.monotonic() < deadline:
         time.sleep(0.2)
-        left = Leftovers.now()
-    seconds = round(time.monotonic() - began, 1)
-    answer = {name: asdict(one) for name, one in said.items()} | {"left": new, "seconds": seconds}
+    answer = {name: asdict(one) for name, one in said.items()} | {"left": sorted(left)}
     sys.stdout.write(json.dumps(answer) + "\n")
 
 
