@@ -15,11 +15,11 @@ ARG CPU_WHEELS=https://download.pytorch.org/whl/cpu
 
 ENV VIRTUAL_ENV=/usr/local/palimpsest \
     PIP_CACHE_DIR=/var/cache/pip \
-    PIP_NO_COMPILE=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv "${VIRTUAL_ENV}"
 ENV PATH=${VIRTUAL_ENV}/bin:${PATH}
 
+# With bytecode, as pip does by itself: in pods with a read-only root it could not be kept later.
 # Dependencies first: this layer stays as long as these two files do.
 WORKDIR /build
 COPY pyproject.toml constraints.txt ./

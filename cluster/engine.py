@@ -97,11 +97,14 @@ class Engine:
                             return
                     await asyncio.sleep(_DRAIN_TICK_SECONDS)  # another one is on its way
 
-    async def close(self) -> None:
-        """End every process and give the resources back. Safe to call again."""
+    async def close(self, reason: str) -> None:
+        """End what is left of requests with `reason`, then every process, and give the resources
+        back. Safe to call again."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
+        await self._scheduler.lose(self._epoch, reason)
+        await self._scheduler.give_up(reason)
         await self._end_processes()
 
     async def forget(self, client_id: str) -> None:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 256 << 20
 """Twice the largest plan that can occur: all prompts of a step in full."""
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 10_000
-_LINGER_MS = 500
+_LINGER_MS = 100  # a scheduler that has closed its end would be waited for in vain
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,8 +136,6 @@ def joined_cluster(address: str, *, shows_logs: bool = False) -> Iterator[None]:
     if address in _noted_clusters():
         # It listens on the loopback interface, where Ray would not look for it by itself.
         _set_environment({})
-    # What keeps this process from joining is told below, in one sentence.
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     import ray
 
     try:

@@ -125,7 +125,7 @@ class Supervisor:
             if self._replacing is not None:
                 self._replacing.cancel()
             if self._engine is not None:
-                await self._engine.close()
+                await self._engine.close(reason)
             # Not `exit_actor`, which waits for the calls that are underway.
             ray.kill(ray.get_runtime_context().current_actor)
             await asyncio.Event().wait()
@@ -164,7 +164,7 @@ class Supervisor:
         old = self._engine
         if old is not None:
             await old.drain(reason, old.spec.config.server.drain_seconds)
-            await old.close()
+            await old.close(reason)
         assert self._spec is not None, "replace sets it"
         self._engine = Engine(
             self._spec,

@@ -29,9 +29,9 @@ from worker.errors import GroupBrokenError, MirrorDriftError
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
-_ANSWER_SECONDS = 3.0
+_ANSWER_SECONDS = 5.0
 """Within which a process answers that is not stopped."""
-_LEAVE_SECONDS = 6.0
+_LEAVE_SECONDS = 8.0
 """Within which a rank leaves its group: longer, because some can only after others were ended."""
 
 # Calls of these methods are for the device's one thread; all others answer at any time.

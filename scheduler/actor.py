@@ -47,6 +47,7 @@ RESUME_SECONDS = 2.0
 """How long new requests are held back for what known replicas bring from an earlier scheduler."""
 _TICK_SECONDS = 1.0
 _DRAIN_TICK_SECONDS = 0.05
+_TELL_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +181,18 @@ class SchedulerActor:
             await asyncio.sleep(_DRAIN_TICK_SECONDS)
 
     async def give_up(self, reason: str) -> None:
-        """There will be no workers: end all requests with an error that says `reason`."""
+        """There will be no workers: end all requests with an error that says `reason`.
+
+        Returns when their clients have been told, or after a moment.
+        """
         if self._loop is not None:
             with contextlib.suppress(LoopOverError):
                 await self._run(lambda core, now: core.give_up(reason, now))
         self._set_state(EngineState.FAILED, reason)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_TELL_SECONDS):
+                while not self._clients.have_everything:
+                    await asyncio.sleep(_DRAIN_TICK_SECONDS)
 
     async def forget(self, client_id: str) -> None:
         """A replica is gone for good: end its requests."""

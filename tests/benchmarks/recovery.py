@@ -26,6 +26,8 @@ from cluster.supervisor_view import AppStatus, Recovery  # noqa: E402
 from configs import load  # noqa: E402
 from scheduler.messages import SamplingParams  # noqa: E402
 from tests.support.engines import client_of, request_of, status_of, stop  # noqa: E402
+from worker.models.packaged import PACKAGED_MODELS  # noqa: E402
+from worker.pull import pull  # noqa: E402
 
 APP = "recovery"
 VOCABULARY = 500
@@ -97,6 +99,11 @@ async def disturbed(client: EngineClient, options: argparse.Namespace, victim: s
     return [victim, *(f"{1e3 * (moment - killed):.0f}" for moment in moments), equal]
 
 
+def model_directory(name: str) -> str:
+    """So that no worker has to look for it."""
+    return str(pull(name)) if name in PACKAGED_MODELS else name
+
+
 def pid_of(status: AppStatus, victim: str) -> int:
     if victim == "scheduler":
         assert status.scheduler_place is not None
@@ -108,7 +115,7 @@ async def measure(options: argparse.Namespace) -> None:
     spec = EngineSpec.of(
         load(
             overrides=[
-                f"model.model={options.model}",
+                f"model.model={model_directory(options.model)}",
                 "model.dtype=float32",
                 f"parallel.tensor_parallel_size={options.tp}",
                 f"parallel.pipeline_parallel_size={options.pp}",
@@ -117,7 +124,8 @@ async def measure(options: argparse.Namespace) -> None:
             environ={},
         ).config
     )
-    victims = [f"worker {rank}" for rank in range(options.tp * options.pp)] + ["scheduler"]
+    everybody = [f"worker {rank}" for rank in range(options.tp * options.pp)] + ["scheduler"]
+    victims = options.victims.split(",") if options.victims else everybody
     heads = ("killed", "noticed", "left", "loaded", "joined", "first token", "texts")
     print("  ".join(f"{head:>11}" for head in heads))
     async with client_of(APP, spec) as client:
@@ -135,6 +143,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--victims", help="who is killed, as `worker 0,scheduler`; else everybody")
     options = parser.parse_args()
     with local_ray():
         asyncio.run(measure(options))

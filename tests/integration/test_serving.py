@@ -19,6 +19,7 @@ from openai import OpenAI
 from tokenizers import Tokenizer
 
 from tests.support.asking import CHAT, COMPLETIONS, ask, ask_all, with_client
+from tests.support.engines import counted_between
 from tests.support.events import Stream
 from tests.support.failing_rank import FAILING_SEED
 from tests.support.http_jobs import OPENINGS, jobs, the_other_way
@@ -173,13 +174,15 @@ def test_two_applications_do_not_disturb_each_other(apps: tuple[App, App]) -> No
         for number, text in enumerate(("It was late.", "It was warm.", "It was fun."))
     ]
 
-    def run_one_by_one() -> tuple[list[tuple[object, ...]], int]:
-        before = roomy.counters().queries_tokens
+    def run_one_by_one() -> tuple[list[tuple[object, ...]], dict[str, Any]]:
+        before = roomy.counters()
         answers = [ask_all(roomy.url, [job])[0].content for job in work]
-        after: int = roomy.counters().queries_tokens
-        return answers, after - before
+        roomy.wait_idle()
+        return answers, counted_between(before, roomy.counters())
 
+    run_one_by_one()  # from now on all of these prompts are cached
     alone = run_one_by_one()
+    assert alone[1]["hits_tokens"] > 0
     with ThreadPoolExecutor(1) as pool:
         neighbour = pool.submit(ask_all, tight.url, jobs(NUM_CLIENTS, seed=2))
         assert run_one_by_one() == alone
@@ -194,10 +197,32 @@ def test_a_redeploy_cuts_no_stream(apps: tuple[App, App]) -> None:
     with ThreadPoolExecutor(1) as pool:
         streams = pool.submit(ask_all, roomy.url, work)
         time.sleep(0.5)
-        roomy.redeploy(max_queue_seconds=555.0)
+        roomy.redeploy(server={"max_queue_seconds": 555.0})
         answers = ask_all(roomy.url, [(COMPLETIONS, {**body, "max_tokens": 5})])
         assert answers[0].usage["completion_tokens"] == 5
         assert [answer.content for answer in streams.result()] == [expected] * 8
+
+
+@pytest.mark.full
+def test_a_redeploy_with_another_engine_cuts_no_stream(port: int, model: Path) -> None:
+    """The old engine finishes what it has; then the new one takes over."""
+    with deployed("replaced", port, f"model.model={model}", "cache.num_blocks=500") as app:
+        body = {"prompt": OPENINGS[3], "temperature": 0, "ignore_eos": True}
+        work = [(COMPLETIONS, {**body, "stream": True, "max_tokens": 400})] * 8
+        with ThreadPoolExecutor(1) as pool:
+            streams = pool.submit(ask_all, app.url, work)
+            while app.counters().held_blocks == 0:
+                time.sleep(0.05)
+            (old_worker,) = app.worker_pids()
+            app.redeploy(cache={"num_blocks": 600})
+            answers = streams.result()
+        assert {answer.usage["completion_tokens"] for answer in answers} == {400}
+        assert len({answer.texts[0] for answer in answers}) == 1
+        app.wait_ready()
+        (answer,) = ask_all(app.url, [(COMPLETIONS, {**body, "max_tokens": 5})])
+        assert answer.usage["completion_tokens"] == 5
+        assert app.status().info.num_blocks == 600
+        assert app.worker_pids() != [old_worker]
 
 
 def test_what_clients_send_and_get_is_in_no_log(port: int, model: Path) -> None:

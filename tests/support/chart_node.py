@@ -123,15 +123,13 @@ def chart_node(chart: Rendered) -> Iterator[ChartNode]:
 
 
 def _read_only_root() -> list[str]:
-    """What to put before a command so that it can write where a pod can and nowhere else: to
-    shared memory, temporary files, and the cache, which stands for the volume of models. Nothing
-    where this user may not change mounts."""
+    """What to put before a command so that it can write where a pod can: to shared memory,
+    temporary files, and the cache, which stands for the volume of models. Also bytecode, which an
+    image has already. Nothing where this user may not change mounts."""
     cache = platformdirs.user_cache_path("palimpsest", ensure_exists=True)
-    script = (
-        f"mount --bind {tempfile.gettempdir()} {tempfile.gettempdir()}"
-        f" && mount --bind {cache} {cache}"
-        ' && mount -o remount,ro,bind / && exec "$@"'
-    )
+    writable = (tempfile.gettempdir(), cache, sys.prefix)
+    script = "".join(f"mount --bind {path} {path} && " for path in writable)
+    script += 'mount -o remount,ro,bind / && exec "$@"'
     prefix = ["unshare", "--mount", "--propagation", "private", "bash", "-c", script, "bash"]
     if shutil.which(prefix[0]) is None:
         return []

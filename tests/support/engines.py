@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import ray
 
@@ -23,9 +24,10 @@ from scheduler.messages import (
     Usage,
     pack_token_ids,
 )
+from scheduler.status import Counters
 
 FAKE_LOADER = "tests.support.fake_rank:load_fake_rank"
-READY_SECONDS = 60.0
+READY_SECONDS = 180.0
 
 
 def fake_spec(*overrides: str) -> EngineSpec:
@@ -100,6 +102,18 @@ async def generate(client: EngineClient, request: SubmitRequest) -> Answer:
             answer.usage = delta.usage or answer.usage
             answer.finish, answer.error = delta.finish, delta.error
     return answer
+
+
+def counted_between(before: Counters, after: Counters) -> dict[str, Any]:
+    """What has been counted from one idle moment to the next, under the names in `Counters`."""
+    counts: dict[str, Any] = {}
+    for name, value in asdict(after).items():
+        earlier = getattr(before, name)
+        if isinstance(value, dict):
+            counts[name] = {key: value[key] - earlier.get(key, 0) for key in value}
+        else:
+            counts[name] = value - earlier
+    return counts
 
 
 async def wait_idle(app: str) -> AppStatus:

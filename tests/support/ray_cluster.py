@@ -1,6 +1,7 @@
 """A Ray cluster for tests and benchmarks, of which nothing is left."""
 
 import contextlib
+import functools
 import os
 import secrets
 import shutil
@@ -45,7 +46,8 @@ def local_ray(*, num_cpus: int = 8) -> Iterator[None]:
 
     # Short, because Ray puts sockets into it, whose paths have at most 107 characters.
     folder = tempfile.mkdtemp(prefix="ray-")
-    ray.init(
+    start = functools.partial(
+        ray.init,
         num_cpus=num_cpus,
         object_store_memory=_OBJECT_STORE_BYTES,
         include_dashboard=False,
@@ -55,6 +57,12 @@ def local_ray(*, num_cpus: int = 8) -> Iterator[None]:
         _temp_dir=folder,
     )
     try:
+        try:
+            start()
+        except Exception:  # Ray has no narrower type for it
+            # It gives itself 30 s, which can be too little beside other work.
+            ray.shutdown()
+            start()
         yield
     finally:
         ray.shutdown()

@@ -19,10 +19,11 @@ from cluster.probe import Probe
 from cluster.supervisor import existing_supervisors
 from cluster.supervisor_view import AppStatus
 from configs import Config, load
+from scheduler.status import Counters
 from tests.support.engines import status_of, stop
 
 HOST = "127.0.0.1"
-READY_SECONDS = 90.0
+READY_SECONDS = 180.0
 
 
 def free_port() -> int:
@@ -41,11 +42,28 @@ class App:
     config: Config
     spec: EngineSpec
 
-    def redeploy(self, **changes: Any) -> None:
-        """Deploy it again over the same engine, with other settings of the HTTP side."""
-        server = self.config.server.model_copy(update=changes)
-        config = self.config.model_copy(update={"server": server})
-        serve.run(application(config, self.spec), name=self.name, route_prefix=f"/{self.name}")
+    def redeploy(self, **changes: Mapping[str, Any]) -> None:
+        """Deploy it again with other settings, by section. Those of `server` leave the engine as
+        it is."""
+        sections = {
+            name: getattr(self.config, name).model_copy(update=dict(section))
+            for name, section in changes.items()
+        }
+        self.config = self.config.model_copy(update=sections)
+        self.spec = EngineSpec.of(self.config, loader=self.spec.loader)
+        self.deploy()
+
+    def deploy(self) -> None:
+        built = application(self.config, self.spec)
+        serve.run(built, name=self.name, route_prefix=f"/{self.name}")
+
+    def wait_ready(self) -> None:
+        """Raises AssertionError when the engine fails, or takes too long."""
+        probe, deadline = Probe(self.url), time.monotonic() + READY_SECONDS
+        while not (state := probe.state()).is_ready:
+            assert not state.has_failed, state.reason
+            assert time.monotonic() < deadline, state
+            time.sleep(0.1)
 
     def wait_idle(self, timeout_seconds: float = 5.0) -> None:
         """Returns when the engine has nothing left; raises AssertionError if that takes longer."""
@@ -57,9 +75,10 @@ class App:
     def status(self) -> AppStatus:
         return asyncio.run(status_of(self.name))
 
-    def counters(self) -> Any:
+    def counters(self) -> Counters:
         scheduler = self.status().scheduler
         assert scheduler is not None
+        assert scheduler.counters is not None
         return scheduler.counters
 
     def worker_pids(self) -> list[int]:
@@ -92,20 +111,12 @@ def deployed(
     spec = EngineSpec.of(config, **engine)
     app = App(name, f"http://{HOST}:{port}/{name}", config, spec)
     try:
-        serve.run(application(config, spec), name=name, route_prefix=f"/{name}")
-        _wait_ready(app)
+        app.deploy()
+        app.wait_ready()
         yield app
     finally:
         serve.delete(name)
         asyncio.run(stop(name))
-
-
-def _wait_ready(app: App) -> None:
-    probe, deadline = Probe(app.url), time.monotonic() + READY_SECONDS
-    while not (state := probe.state()).is_ready:
-        assert not state.has_failed, state.reason
-        assert time.monotonic() < deadline, state
-        time.sleep(0.1)
 
 
 @contextlib.contextmanager
