@@ -120,7 +120,8 @@ class GenerationRequest(ApiModel):
 
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
+    repetition_penalty: float | None = Field(None, ge=1e-4, le=1e4)
+    """More than 0; beyond these it would be 0 or infinite to the sampler."""
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
     stop_token_ids: ListedTokenIds | None = None

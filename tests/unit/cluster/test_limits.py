@@ -130,7 +130,8 @@ LIMITS = [
     Limit({"top_k": -2}, "top_k", "at least -1, not -2"),
     Limit({"presence_penalty": 3}, "presence_penalty", "at most 2.0, not 3"),
     Limit({"frequency_penalty": -3}, "frequency_penalty", "at least -2.0, not -3"),
-    Limit({"repetition_penalty": 0}, "repetition_penalty", "more than 0.0, not 0"),
+    Limit({"repetition_penalty": 0}, "repetition_penalty", "at least 0.0001, not 0"),
+    Limit({"repetition_penalty": 1e39}, "repetition_penalty", "at most 10000.0, not 1e+39"),
     Limit({"seed": 2**64}, "seed", "less than 18446744073709551616"),
     # ratings
     Limit({"logprobs": 21}, "logprobs", "at most 20, not 21", ON_COMPLETIONS),
