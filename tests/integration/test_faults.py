@@ -1,6 +1,7 @@
 """Whatever dies, over HTTP and with a real model: no answer is lost, and no text changes."""
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -12,12 +13,14 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import ray
 
 from cluster.probe import Probe
 from cluster.supervisor import existing_supervisors
 from tests.support import faulty_rank
 from tests.support.events import Stream
 from tests.support.faults import (
+    RECOVERY_SECONDS,
     Job,
     Load,
     is_alive,
@@ -293,15 +296,27 @@ def test_a_supervisor_that_dies_takes_the_engine_along_and_no_request(app: App, 
     pids = [*app.worker_pids(), app.scheduler_pid()]
     with load.running():
         time.sleep(0.5)
-        kill(asyncio.run(supervisor_pid(app.name)))
-        while app.name not in existing_supervisors() or not app.worker_pids():
-            time.sleep(0.1)
+        old = asyncio.run(supervisor_pid(app.name))
+        kill(old)
+        wait_for_another_supervisor(app, old)
         answers = load.num_answers
         while load.num_answers == answers:
             time.sleep(0.1)
     assert load.causes["scheduler_lost"]
     assert not set(pids) & {*app.worker_pids(), app.scheduler_pid()}
     wait_dead(pids)
+
+
+def wait_for_another_supervisor(app: App, old: int) -> None:
+    """Returns when it has an engine that is ready."""
+    deadline = time.monotonic() + RECOVERY_SECONDS
+    while time.monotonic() < deadline:
+        # The dead one is listed for a moment, and then there is none.
+        with contextlib.suppress(ray.exceptions.RayActorError, KeyError):
+            if asyncio.run(supervisor_pid(app.name)) != old and app.status().info.is_ready:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"no engine is ready after {RECOVERY_SECONDS} s")
 
 
 async def supervisor_pid(app: str) -> int:
