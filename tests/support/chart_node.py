@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import psutil
 import yaml
 
@@ -25,7 +24,7 @@ from tests.support.chart import Rendered, environment, ray_container
 from tests.support.serving import HOST, free_port
 
 _BIN = Path(sys.executable).parent
-_START_SECONDS, _DEPLOY_SECONDS, _STOP_SECONDS, _PATIENCE_SECONDS = 60.0, 180.0, 30.0, 5.0
+_START_SECONDS, _DEPLOY_SECONDS, _STOP_SECONDS, _PATIENCE_SECONDS = 180.0, 180.0, 30.0, 5.0
 _PROXY_PORTS = {
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
     "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
@@ -101,9 +100,7 @@ def chart_node(chart: Rendered) -> Iterator[ChartNode]:
     command += ["--node-ip-address", HOST, "--dashboard-port", ports[_DASHBOARD_PORT]]
     command += [f"--{name}={value}" for name, value in parameters.items()]
     with (folder / "ray-start.log").open("wb") as log:
-        process = subprocess.Popen(
-            [*_read_only_root(), *map(str, command)], env=variables, stdout=log, stderr=log
-        )
+        process = subprocess.Popen([*map(str, command)], env=variables, stdout=log, stderr=log)
     node = ChartNode(chart, ports, process, variables, folder)
     try:
         _wait_for_dashboard(node)
@@ -120,21 +117,6 @@ def chart_node(chart: Rendered) -> Iterator[ChartNode]:
                     left.kill()
             shutil.rmtree(folder, ignore_errors=True)
     assert not alive, f"left behind: {alive}"
-
-
-def _read_only_root() -> list[str]:
-    """What to put before a command so that it can write where a pod can: to shared memory,
-    temporary files, and the cache, which stands for the volume of models. Also bytecode, which an
-    image has already. Nothing where this user may not change mounts."""
-    cache = platformdirs.user_cache_path("palimpsest", ensure_exists=True)
-    writable = (tempfile.gettempdir(), cache, sys.prefix)
-    script = "".join(f"mount --bind {path} {path} && " for path in writable)
-    script += 'mount -o remount,ro,bind / && exec "$@"'
-    prefix = ["unshare", "--mount", "--propagation", "private", "bash", "-c", script, "bash"]
-    if shutil.which(prefix[0]) is None:
-        return []
-    trial = subprocess.run([*prefix, "true"], capture_output=True, check=False)
-    return [] if trial.returncode else prefix
 
 
 def _parameters(chart: Rendered) -> tuple[dict[str, str], dict[int, int]]:
@@ -155,9 +137,7 @@ def _parameters(chart: Rendered) -> tuple[dict[str, str], dict[int, int]]:
 
 def _variables(chart: Rendered, folder: Path, ports: dict[int, int]) -> dict[str, str]:
     """The user's environment, and over it that of the pods."""
-    mine = {
-        name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "XDG_"))
-    }
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     theirs = {
         name: value
         for group in chart.groups
@@ -178,10 +158,6 @@ def _variables(chart: Rendered, folder: Path, ports: dict[int, int]) -> dict[str
     own |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     # There is no other node to go to.
     own["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
-    home = folder / "home"
-    (home / ".cache").mkdir(parents=True)
-    (home / ".cache" / "palimpsest").symlink_to(platformdirs.user_cache_path("palimpsest"))
-    own["HOME"] = str(home)
     own |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return mine | theirs | own
 
