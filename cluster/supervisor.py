@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.engine import Engine
 from cluster.engine_spec import EngineSpec
@@ -224,7 +225,12 @@ class Supervisor:
 
 
 def supervisor_of(app: str, *, lease_seconds: float = LEASE_SECONDS) -> Any:
-    """The supervisor of an application, made now if there is none. Needs a Ray connection."""
+    """The supervisor of an application, made now if there is none. Needs a Ray connection.
+
+    A new one runs on the machine of whoever asks, as does the scheduler that it starts: on
+    Kubernetes that is a worker pod, never the head, which has no room for them.
+    """
+    here = ray.get_runtime_context().get_node_id()
     return (
         ray.remote(Supervisor)
         .options(
@@ -233,6 +239,7 @@ def supervisor_of(app: str, *, lease_seconds: float = LEASE_SECONDS) -> Any:
             get_if_exists=True,
             lifetime="detached",
             num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
             max_restarts=0,
             max_concurrency=10_000,
             enable_task_events=False,

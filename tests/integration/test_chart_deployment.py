@@ -73,7 +73,8 @@ def test_a_pod_ends_after_its_streams(node: ChartNode) -> None:
     hook = [program, flag, script.replace(":1F40 ", f":{mine:04X} ")]
     body = {"prompt": "Once", "max_tokens": 600, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", node.url + COMPLETIONS, json=body, timeout=60) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # one that nobody holds closes the connection
+        next(lines)
         waiting = subprocess.Popen(hook)
         with pytest.raises(subprocess.TimeoutExpired):
             waiting.wait(2.5)

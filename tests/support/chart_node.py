@@ -106,7 +106,9 @@ def chart_node(chart: Rendered) -> Iterator[ChartNode]:
         _wait_for_dashboard(node)
         yield node
     finally:
-        children = psutil.Process(process.pid).children(recursive=True)
+        children = []
+        with contextlib.suppress(psutil.NoSuchProcess):  # it did not even start
+            children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(_STOP_SECONDS)
