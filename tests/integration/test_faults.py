@@ -276,6 +276,7 @@ def test_an_ingress_replica_that_dies_takes_its_requests_along_and_is_replaced(a
         assert answer.status_code == 200
 
 
+@pytest.mark.full
 def test_what_ray_serve_loses(app: App, load: Load) -> None:
     """The controller: nobody notices. The proxy: connections break, and soon another listens."""
     with load.running():
