@@ -10,6 +10,7 @@ from tests.support import kubernetes_tools
 from tests.support.chart import Rendered
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # One process fetches the tools and renders; the others need not wait for it.
     for item in items:

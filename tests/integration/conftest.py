@@ -9,6 +9,7 @@ from tests.support.leftovers import Leftovers, assert_nothing_left
 from tests.support.ray_cluster import local_ray
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # A cluster takes ten seconds to start and both cores to run, so one process has them all.
     for item in items:
