@@ -163,7 +163,7 @@ def test_latencies_are_observed_once_each(busy: tuple[Record, Scrape, HttpServer
 def test_interruptions_are_billed(busy: tuple[Record, Scrape, HttpServer]) -> None:
     record, found, _ = busy
     preemptions = found.value("preemptions_total", cause="blocks")
-    assert preemptions >= record.preemptions > NUM_REQUESTS // 25
+    assert preemptions >= record.preemptions > 0
     assert found.value("request_preemptions_sum") == preemptions
     assert_bills_add_up(found, InterruptionCause)
     hits = found.value("resume_cache_hits_total", cause="blocks")

@@ -1,6 +1,7 @@
 """CASES 8 over HTTP: many clients that come, go and hurry, in a pool that is far too small."""
 
 import asyncio
+import contextlib
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,11 +52,7 @@ async def act(client: httpx.AsyncClient, rng: random.Random) -> None:
         fields |= {"logprobs": True} if path == CHAT else {"logprobs": 1, "echo": True}
     body = body_of(path, text, **{"max_tokens": 60, **fields})
     if rng.random() < 0.3:
-        try:
-            async with asyncio.timeout(rng.random() * 0.1):
-                await ask(client, path, body)
-        except TimeoutError:
-            pass
+        await leave(client, path, body, rng)
         return
     stop = rng.choice(WORDS) if rng.random() < 0.3 else ""
     answer = await ask(client, path, {**body, "stop": stop or None})
@@ -63,6 +60,20 @@ async def act(client: httpx.AsyncClient, rng: random.Random) -> None:
         expected = text + text if "echo" in fields else text
         assert all(expected.startswith(said) for said in answer.texts.values())
         assert "stop" not in answer.finishes.values() or set(answer.texts.values()) == {expected}
+
+
+async def leave(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], rng: random.Random
+) -> None:
+    """Go away after some time, or for certain in the middle of an answer."""
+    if rng.random() < 0.5:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(rng.random() * 0.1):
+                await ask(client, path, body)
+        return
+    body = {**body, "stream": True, "ignore_eos": True, "max_tokens": 90}
+    async with client.stream("POST", path, json=body) as answer:
+        await anext(answer.aiter_lines())
 
 
 def storm(server: HttpServer, num_steps: int, seed: int) -> None:
