@@ -136,7 +136,7 @@ def sampling_params(
     `bad_words`: those of the request in tokens (see `bad_word_spellings`).
     """
     max_tokens = _max_tokens(request, defaults, limits, num_prompt_tokens)
-    return SamplingParams(
+    params = SamplingParams(
         # Scoring takes one step like the shortest output; its token is dropped.
         max_tokens=max(1, max_tokens),
         seed=seed % _UINT64,
@@ -157,6 +157,26 @@ def sampling_params(
         logprobs=request.num_logprobs,
         prompt_logprobs=request.num_prompt_logprobs,
     )
+    _check_a_token_is_left(params)
+    return params
+
+
+def _check_a_token_is_left(params: SamplingParams) -> None:
+    """Raises InvalidRequestError if nothing could be sampled, which else fails in the worker."""
+    if not params.allowed_token_ids:
+        return
+    left = set(params.allowed_token_ids)
+    left.difference_update(word[0] for word in params.bad_words if len(word) == 1)
+    if params.min_tokens:
+        left.difference_update(params.stop_token_ids)
+        if not params.ignore_eos:
+            left.difference_update(params.eos_token_ids)
+    if not left:
+        raise InvalidRequestError(
+            f"allowed_token_ids names {len(params.allowed_token_ids)} tokens, and bad_words and"
+            " min_tokens exclude all of them: allow another one.",
+            param="allowed_token_ids",
+        )
 
 
 def room_for_prompt(request: ApiRequest, limits: ModelLimits) -> int:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.api_errors import InvalidRequestError
 from cluster.openai_api import ChatCompletionRequest, CompletionRequest
 from cluster.sampling import (
     ModelLimits,
@@ -115,3 +116,23 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_requests() -> Non
 def test_drawn_seeds_repeat_only_if_asked_to() -> None:
     assert SeedSource(1).draw() == SeedSource(1).draw()
     assert SeedSource().draw() != SeedSource().draw()
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_possible"),
+    [
+        ({"allowed_token_ids": [2]}, True),
+        ({"allowed_token_ids": [2], "min_tokens": 3}, False),
+        ({"allowed_token_ids": [2], "min_tokens": 3, "ignore_eos": True}, True),
+        ({"allowed_token_ids": [2, 4], "min_tokens": 3, "stop_token_ids": [4]}, False),
+        ({"allowed_token_ids": [2, 4], "min_tokens": 3}, True),
+    ],
+)
+def test_something_must_be_left_to_sample(fields: dict[str, object], is_possible: bool) -> None:
+    defaults = SamplingDefaults(eos_token_ids=(2,))
+    if is_possible:
+        params(fields, defaults)
+        return
+    with pytest.raises(InvalidRequestError, match="allow another one") as raised:
+        params(fields, defaults)
+    assert raised.value.param == "allowed_token_ids"
