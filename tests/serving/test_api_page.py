@@ -12,7 +12,7 @@ from cluster.openai_api import (
     TokenizeRequest,
 )
 
-PAGE = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 # Old names, which are refused unless they are neutral.
 NOT_TOLD = {"best_of", "suffix", "function_call", "functions"}
 

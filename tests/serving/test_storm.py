@@ -20,6 +20,7 @@ from tests.support.http_server import HttpServer, http_server
 PANGRAM = "The quick brown fox jumps over the lazy dog alpha beta gamma one two three"
 WORDS = PANGRAM.split(" ")
 NUM_CLIENTS = 12
+STEP_SECONDS = 0.005
 
 
 @dataclass(slots=True)
@@ -99,7 +100,8 @@ def test_case_8_a_storm_leaves_nothing_behind(num_steps: int) -> None:
     config = Config(
         scheduler=SchedulerConfig(policy="priority", max_num_seqs=6, max_num_batched_tokens=32)
     )
-    with http_server(config, num_blocks=13) as server:
+    # Slow enough for clients to be heard while they are answered, also on a quick machine.
+    with http_server(config, num_blocks=13, step_seconds=STEP_SECONDS) as server:
         loop = server.engine.actor._loop
         assert loop is not None
         watch = server.engine.link.on_plan = Watch(loop._core)
