@@ -8,6 +8,8 @@ TEST_PROCESSES ?= auto
 
 PACKAGES := cluster worker scheduler configs helm tests
 # Bytecode comes with the first import, and only for what is imported: a quarter less to do.
+# Without it each of the many processes would compile torch and Ray again.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt
 HARD_STOP = $(if $(shell command -v timeout),timeout --kill-after=30 $(HARD_STOP_MINUTES)m)
 PYTEST = $(HARD_STOP) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup

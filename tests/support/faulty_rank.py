@@ -1,12 +1,15 @@
-"""Ranks with the real model that can be told to go wrong.
+"""Ranks with the real model that can be told to go wrong, or slowly.
 
 Loaded by the name `LOADER`. A file in the folder of the model, named by `ask`, is consumed by its
-rank before the next step with work, which then fails, or hangs. A request with the seed
-`FAILING_SEED` alone fails with its second token, as if the model gave it no logits.
+rank before the next step with work, which then fails, or hangs. While `slowed` lasts each step
+takes longer. A request with the seed `FAILING_SEED` alone fails with its second token, as if the
+model gave it no logits.
 """
 
+import contextlib
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -27,6 +30,9 @@ from worker.actor import LoadedRank
 
 Fault: TypeAlias = Literal["raise", "hang"]
 
+SLOW_STEP_SECONDS = 0.05
+_SLOW_FILE = "slow"
+
 LOADER = "tests.support.faulty_rank:load_faulty_rank"
 FAILING_SEED = 500
 
@@ -38,12 +44,24 @@ def ask(model: Path, rank: int, fault: Fault) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def slowed(model: Path) -> Iterator[None]:
+    """Let each step of all ranks take `SLOW_STEP_SECONDS` longer."""
+    path = model / _SLOW_FILE
+    path.touch()
+    try:
+        yield
+    finally:
+        path.unlink()
+
+
 class FaultyRank:
     """Implements `worker.actor.LoadedRank` around another one."""
 
     def __init__(self, rank: LoadedRank, model: Path, number: int) -> None:
         self._rank = rank
         self._faults = {fault: model / f"{fault}-{number}" for fault in ("raise", "hang")}
+        self._slow = model / _SLOW_FILE
         self._num_tokens: dict[SeqRef, int] = {}
         """What each of the sequences that are to fail has yielded so far."""
 
@@ -57,6 +75,8 @@ class FaultyRank:
                 raise RuntimeError("the test wants this model to fail")
             while self._take("hang"):
                 time.sleep(3600)
+            if self._slow.exists():
+                time.sleep(SLOW_STEP_SECONDS)
         for update in plan.updates:
             if isinstance(update, Open) and update.sampling.seed == FAILING_SEED:
                 self._num_tokens[update.seq] = 0
