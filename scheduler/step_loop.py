@@ -19,8 +19,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from scheduler.core import SchedulerCore
+from scheduler.crash import core_crashed
 from scheduler.deadline import StepDeadline
-from scheduler.errors import CacheInUseError, GroupLostError, LinkError, LoopOverError
+from scheduler.errors import (
+    CacheInUseError,
+    CoreCrashedError,
+    GroupLostError,
+    LinkError,
+    LoopOverError,
+)
 from scheduler.histogram import Histogram
 from scheduler.messages import (
     Heartbeat,
@@ -94,7 +101,7 @@ class Listener(Protocol):
     def on_lost(self, loss: GroupLoss) -> None:
         """The group is lost, and all that ran waits for another one."""
 
-    def on_crash(self) -> None:
+    def on_crash(self, crash: CoreCrashedError) -> None:
         """The core raised. Nothing it holds can be trusted, so the process should end."""
 
 
@@ -180,9 +187,9 @@ class StepLoop:
                     self._round()
                 except (GroupLostError, LinkError) as error:
                     self._lose(str(error))
-        except Exception:
+        except Exception as error:
             logger.exception("the scheduler core failed; last events: %s", list(self._events))
-            self._listener.on_crash()
+            self._listener.on_crash(core_crashed(error))
         finally:
             self._stopping = True
             self._refuse_calls()
@@ -233,7 +240,7 @@ class StepLoop:
             except _MISTAKES_OF_THE_CALLER as error:
                 future.set_exception(error)
             except Exception as error:
-                future.set_exception(error)
+                future.set_exception(core_crashed(error))
                 raise
             else:
                 future.set_result(answer)
