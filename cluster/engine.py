@@ -29,7 +29,7 @@ from cluster.scheduler_handle import SchedulerHandle
 from cluster.supervisor_view import Place, Recovery
 from cluster.worker_group import WorkerGroup
 from configs import Device, ResolvedConfig, resolve
-from scheduler.actor import GroupSize
+from scheduler.group import GroupSize
 from scheduler.messages import EngineInfo, EngineState, WorkerHello
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.processes import SchedulerProcess, place_here
 from cluster.ray_errors import awaited, sentence
 from configs import ResolvedConfig
-from scheduler.actor import GroupSize
+from scheduler.group import GroupSize
 from scheduler.messages import Tally, encode
 from scheduler.step_loop import GroupLoss
 
