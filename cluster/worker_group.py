@@ -8,6 +8,7 @@ answer is forgotten, and another process takes its rank, at the same place.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +20,9 @@ from cluster.link_choice import LinkOffers
 from cluster.placement import Placement
 from cluster.processes import WorkerProcess
 from cluster.ray_errors import awaited, sentence
+from cluster.shape import Shape
 from cluster.supervisor_view import Place
-from configs import Device, ResolvedConfig
+from configs import Device, ParallelConfig, ResolvedConfig
 from configs.ranks import world_size
 from scheduler.errors import LinkError, ProtocolError
 from scheduler.messages import JoinGroup, WorkerHello, decode, encode
@@ -57,11 +59,15 @@ class WorkerGroup:
         self, placement: Placement, loader: str, config: ResolvedConfig, device: Device
     ) -> None:
         """`loader`: see `EngineSpec.loader`."""
-        self._placement = placement
+        self.placement = placement
         self._loader = loader
         self._config = config
         self._device = device
         self._workers: dict[int, _Worker] = {}
+
+    @property
+    def shape(self) -> Shape:
+        return Shape.of(self._config.parallel)
 
     @property
     def num_ranks(self) -> int:
@@ -75,6 +81,13 @@ class WorkerGroup:
     async def places(self) -> list[Place]:
         return list(await asyncio.gather(*(handle.place.remote() for handle in self.handles)))
 
+    async def check_shape(self, parallel: ParallelConfig) -> None:
+        """Raises RayTaskError if the model cannot be spread so; does nothing where no rank has
+        loaded it and could tell."""
+        with contextlib.suppress(ray.exceptions.RayActorError, TimeoutError):
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                await self._workers[0].handle.check_shape.remote(parallel)
+
     # -- the way into an epoch ------------------------------------------------------------
 
     def start_missing(self) -> list[int]:
@@ -82,7 +95,7 @@ class WorkerGroup:
         missing = [rank for rank in range(self.num_ranks) if rank not in self._workers]
         actor = ray.remote(concurrency_groups=_CONCURRENCY_GROUPS)(WorkerProcess)
         for rank in missing:
-            options = self._placement.options_of(rank)
+            options = self.placement.options_of(rank)
             handle = actor.options(max_restarts=0, **options).remote(
                 self._loader, self._config, self._device, rank
             )
@@ -177,7 +190,7 @@ class WorkerGroup:
             await asyncio.wait(calls, timeout=_ANSWER_SECONDS)
         for worker in workers:
             ray.kill(worker.handle)
-        self._placement.remove()
+        self.placement.remove()
         await _settled(calls)
 
     def _call(self, rank: int, method: str, *arguments: Any) -> asyncio.Future[Any]:

@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -22,12 +21,14 @@ from scheduler.core import SchedulerCore
 from scheduler.crash import without_culprits
 from scheduler.errors import CoreCrashedError, LoopOverError
 from scheduler.event_loop import OnEventLoop
+from scheduler.group import GroupSize
 from scheduler.messages import (
     AbortRequests,
     EndReason,
     EndRequest,
     EngineInfo,
     EngineState,
+    InterruptionCause,
     PollAnswer,
     SubmitRequests,
     Tally,
@@ -52,17 +53,6 @@ _DRAIN_TICK_SECONDS = 0.05
 _TELL_SECONDS = 2.0
 _CRASH_SECONDS = 2.0
 """In which a process whose core has crashed can say what over."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSize:
-    """What the workers of a group agreed on."""
-
-    num_ranks: int
-    num_blocks: int
-    """With the null block."""
-    max_model_len: int
-    vocab_size: int
 
 
 def _end_process() -> None:
@@ -133,7 +123,7 @@ class SchedulerActor:
             block_size=self._config.cache.block_size,
             num_blocks=size.num_blocks,
         )
-        self._loop.begin(epoch, link, num_blocks=size.num_blocks, num_ranks=size.num_ranks)
+        self._loop.begin(epoch, link, size)
         await self._until(lambda: self._joined_epoch == epoch or self._loss_of(epoch) is not None)
         loss = self._loss_of(epoch)
         if loss is not None:
@@ -162,14 +152,22 @@ class SchedulerActor:
         ]
         return loop
 
-    async def lose(self, epoch: int, reason: str) -> GroupLoss:
-        """Somebody knows that the group of `epoch` is lost: all that ran waits for the next one.
+    async def lose(
+        self, epoch: int, reason: str, cause: InterruptionCause = InterruptionCause.WORKER_LOST
+    ) -> GroupLoss:
+        """Somebody knows that the group of `epoch` is lost, or wants another one: all that ran
+        waits for the next one.
 
         What was noticed first, and when, if that is known already.
         """
         assert self._loop is not None, "there was a group"
-        self._loop.lose(epoch, reason)
+        self._loop.lose(epoch, reason, cause)
         return await self.wait_lost(epoch)
+
+    async def explain(self, reason: str) -> None:
+        """What the way to the next group is waiting for, to be told to whoever asks."""
+        if self._info.state is EngineState.RECOVERING:
+            self._set_state(EngineState.RECOVERING, reason)
 
     async def ping(self) -> None:
         """Returns when the step loop has come round. Raises CoreCrashedError."""

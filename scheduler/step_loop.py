@@ -28,9 +28,11 @@ from scheduler.errors import (
     LinkError,
     LoopOverError,
 )
+from scheduler.group import GroupSize
 from scheduler.histogram import Histogram
 from scheduler.messages import (
     Heartbeat,
+    InterruptionCause,
     StepPlan,
     StepResult,
     TokenBatch,
@@ -152,7 +154,7 @@ class StepLoop:
             self._link.wake()
         return future
 
-    def begin(self, epoch: int, link: PlanLink, *, num_blocks: int, num_ranks: int) -> None:
+    def begin(self, epoch: int, link: PlanLink, size: GroupSize) -> None:
         """Go on under `epoch` with a new group, as soon as its ranks have said that they are there.
 
         From any thread. The link is the loop's from now on.
@@ -160,23 +162,25 @@ class StepLoop:
 
         def attach(core: SchedulerCore, now: float) -> None:
             self._lose("another group takes its place")
-            core.begin_epoch(epoch, num_blocks, now)
+            core.begin_epoch(epoch, size.num_blocks, now, size.pipeline)
             self._link = link
             self._has_group = True
-            self._missing_ranks = set(range(num_ranks))
+            self._missing_ranks = set(range(size.num_ranks))
             self._deadline = StepDeadline(self._step_deadline_seconds)
 
         self.call(attach)
 
-    def lose(self, epoch: int, reason: str) -> None:
-        """Give up the group of `epoch`, because somebody knows that it is lost. From any thread.
+    def lose(
+        self, epoch: int, reason: str, cause: InterruptionCause = InterruptionCause.WORKER_LOST
+    ) -> None:
+        """Give up the group of `epoch`, because somebody knows that it is lost, or wants another.
 
-        Nothing happens if that was known already.
+        Nothing happens if it was given up already. From any thread.
         """
 
         def lose(core: SchedulerCore, now: float) -> None:
             if core.group.epoch == epoch:
-                self._lose(reason)
+                self._lose(reason, cause)
 
         self.call(lose)
 
@@ -290,7 +294,7 @@ class StepLoop:
             self._load = load
             self._listener.on_news(batches, load)
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, cause: InterruptionCause = InterruptionCause.WORKER_LOST) -> None:
         """Let everything wait for the next group; does nothing without one."""
         if not self._has_group:
             return
@@ -298,8 +302,10 @@ class StepLoop:
         loss = GroupLoss(
             core.group.epoch, reason, core.group.window.next_result_id, lost_seconds=time.time()
         )
-        logger.error("worker group lost in epoch %d: %s", loss.epoch, reason)
-        core.lose_group(time.monotonic())
+        is_fault = cause is InterruptionCause.WORKER_LOST
+        level = logging.ERROR if is_fault else logging.INFO
+        logger.log(level, "the worker group of epoch %d is given up: %s", loss.epoch, reason)
+        core.lose_group(time.monotonic(), cause=cause)
         self._link, self._has_group = _NoLink(), False
         self._deadline = StepDeadline(self._step_deadline_seconds)
         self._report()

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from cluster.engine_client import EngineClient
 from cluster.errors import EngineBusyError
 from configs import Config, ResolvedConfig, resolve
-from scheduler.actor import GroupSize, SchedulerActor
+from scheduler.actor import SchedulerActor
 from scheduler.errors import CacheInUseError
+from scheduler.group import GroupSize
 from scheduler.messages import (
     AbortRequests,
     Admission,

@@ -8,7 +8,7 @@ import socket
 
 import msgspec
 
-from configs import Device, ResolvedConfig
+from configs import Device, ParallelConfig, ResolvedConfig
 from scheduler.messages import Close, JoinGroup, Open, SeqRef, StepPlan, StepResult, WorkerHello
 from worker.actor import LoadedRank
 from worker.member import load_rank
@@ -42,6 +42,9 @@ class FailingRank:
                     output = msgspec.structs.replace(output, token_ids=(), error="it was to fail")
             outputs.append(output)
         return msgspec.structs.replace(result, outputs=tuple(outputs))
+
+    def check_shape(self, parallel: ParallelConfig) -> None:
+        self._rank.check_shape(parallel)
 
     def abort(self) -> None:
         self._rank.abort()

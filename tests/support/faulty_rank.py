@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from configs import Device, ResolvedConfig
+from configs import Device, ParallelConfig, ResolvedConfig
 from scheduler.messages import JoinGroup, StepPlan, StepResult, WorkerHello
 from worker.actor import LoadedRank
 
@@ -42,6 +42,9 @@ class FaultyRank:
             while self._take("hang"):
                 time.sleep(3600)
         return self._rank.execute(plan)
+
+    def check_shape(self, parallel: ParallelConfig) -> None:
+        self._rank.check_shape(parallel)
 
     def abort(self) -> None:
         self._rank.abort()

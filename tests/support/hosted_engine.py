@@ -9,8 +9,9 @@ from typing import Any
 from cluster.engine_client import EngineClient
 from cluster.errors import EngineLostError
 from configs import load, resolve
-from scheduler.actor import GroupSize, SchedulerActor
+from scheduler.actor import SchedulerActor
 from scheduler.errors import CoreCrashedError
+from scheduler.group import GroupSize
 from scheduler.messages import (
     AbortRequests,
     EndRequest,

@@ -10,6 +10,7 @@ import pytest
 from configs import load, resolve
 from scheduler.core import SchedulerCore
 from scheduler.errors import CacheInUseError, CoreCrashedError, LoopOverError
+from scheduler.group import GroupSize
 from scheduler.messages import (
     Heartbeat,
     SamplingParams,
@@ -82,6 +83,10 @@ class Host:
 PROMPT = (1, 2, 3)
 
 
+def size_of(num_ranks: int) -> GroupSize:
+    return GroupSize(num_ranks, NUM_BLOCKS, max_model_len=200, vocab_size=32)
+
+
 def eventually(is_so: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not is_so():
@@ -106,7 +111,7 @@ def make_host() -> Iterator[Callable[..., Host]]:
         listener = Listener()
         loop = StepLoop(core, step_deadline_seconds=deadline_seconds, listener=listener)
         loop.start()
-        loop.begin(EPOCH, link, num_blocks=NUM_BLOCKS, num_ranks=num_ranks)
+        loop.begin(EPOCH, link, size_of(num_ranks))
         hosts.append(Host(loop, link, listener))
         return hosts[-1]
 
@@ -190,7 +195,7 @@ def test_after_a_loss_all_goes_on_with_the_next_group(
     assert host.listener.loads[-1].running_requests == 0
     host.link.say(StepResult(EPOCH, 2, ()))  # of a link that nobody listens to
     host.link = MemoryLink(NUM_BLOCKS, BLOCK_SIZE, epoch=EPOCH + 3)
-    host.loop.begin(EPOCH + 3, host.link, num_blocks=NUM_BLOCKS, num_ranks=1)
+    host.loop.begin(EPOCH + 3, host.link, size_of(num_ranks=1))
     expected = run_solo(PROMPT, SamplingParams(20, seed=1), 200).token_ids
     names = {"running", "waiting", "meanwhile"}
     eventually(lambda: host.listener.finished == names)
