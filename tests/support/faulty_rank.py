@@ -1,25 +1,28 @@
 """Ranks with the real model that can be told to go wrong.
 
 Loaded by the name `tests.support.faulty_rank:load_faulty_rank`. A file in the folder of the model,
-named by `ask`, is consumed by its rank before the next step with work, which then fails, or hangs.
+named by `ask`, is consumed by its rank before the next step with work, which then fails, or hangs;
+or before it joins a group, when it stops like a process that was sent SIGSTOP.
 """
 
+import os
+import signal
 import socket
 import time
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from configs import Device, ParallelConfig, ResolvedConfig
 from scheduler.messages import JoinGroup, StepPlan, StepResult, WorkerHello
 from worker.actor import LoadedRank
 
-Fault: TypeAlias = Literal["raise", "hang"]
+Fault: TypeAlias = Literal["raise", "hang", "stop"]
 
 LOADER = "tests.support.faulty_rank:load_faulty_rank"
 
 
 def ask(model: Path, rank: int, fault: Fault) -> Path:
-    """Let `rank` go wrong in its next step; the file is gone when it has."""
+    """Let `rank` go wrong in its next step, or stop before it joins; the file is gone then."""
     path = model / f"{fault}-{rank}"
     path.touch()
     return path
@@ -30,9 +33,11 @@ class FaultyRank:
 
     def __init__(self, rank: LoadedRank, model: Path, number: int) -> None:
         self._rank = rank
-        self._faults = {fault: model / f"{fault}-{number}" for fault in ("raise", "hang")}
+        self._faults = {fault: model / f"{fault}-{number}" for fault in get_args(Fault)}
 
     def join(self, message: JoinGroup, listener: socket.socket | None) -> WorkerHello:
+        if self._take("stop"):
+            os.kill(os.getpid(), signal.SIGSTOP)
         return self._rank.join(message, listener)
 
     def execute(self, plan: StepPlan) -> StepResult | None:

@@ -109,7 +109,12 @@ def make_host() -> Iterator[Callable[..., Host]]:
         )
         link = MemoryLink(NUM_BLOCKS, BLOCK_SIZE, epoch=EPOCH, hold=hold)
         listener = Listener()
-        loop = StepLoop(core, step_deadline_seconds=deadline_seconds, listener=listener)
+        loop = StepLoop(
+            core,
+            step_deadline_seconds=deadline_seconds,
+            first_step_seconds=600,
+            listener=listener,
+        )
         loop.start()
         loop.begin(EPOCH, link, size_of(num_ranks))
         hosts.append(Host(loop, link, listener))
