@@ -142,6 +142,7 @@ class SchedulerActor:
         loop = StepLoop(
             core,
             step_deadline_seconds=config.server.step_deadline_seconds,
+            first_step_seconds=config.server.group_start_seconds,
             listener=OnEventLoop(self, asyncio.get_running_loop()),
         )
         loop.start()

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from scheduler.core import SchedulerCore
@@ -111,15 +112,23 @@ class StepLoop:
     """Runs `core` on a thread of its own, from `start` to `stop`."""
 
     def __init__(
-        self, core: SchedulerCore, *, step_deadline_seconds: float, listener: Listener
+        self,
+        core: SchedulerCore,
+        *,
+        step_deadline_seconds: float,
+        first_step_seconds: float,
+        listener: Listener,
     ) -> None:
+        """See `StepDeadline` for the two limits."""
         self._core = core
-        self._step_deadline_seconds = step_deadline_seconds
+        self._new_deadline = partial(
+            StepDeadline, step_deadline_seconds, first_seconds=first_step_seconds
+        )
         self._listener = listener
         self._link: PlanLink = _NoLink()
         self._has_group = False
         self._missing_ranks: set[int] = set()
-        self._deadline = StepDeadline(step_deadline_seconds)
+        self._deadline = self._new_deadline()
         self._mailbox: deque[tuple[Call, Future[Any]]] = deque()
         self._events: deque[tuple[object, ...]] = deque(maxlen=_NUM_EVENTS_TOLD)
         self._load = Load()
@@ -166,7 +175,7 @@ class StepLoop:
             self._link = link
             self._has_group = True
             self._missing_ranks = set(range(size.num_ranks))
-            self._deadline = StepDeadline(self._step_deadline_seconds)
+            self._deadline = self._new_deadline()
 
         self.call(attach)
 
@@ -307,7 +316,7 @@ class StepLoop:
         logger.log(level, "the worker group of epoch %d is given up: %s", loss.epoch, reason)
         core.lose_group(time.monotonic(), cause=cause)
         self._link, self._has_group = _NoLink(), False
-        self._deadline = StepDeadline(self._step_deadline_seconds)
+        self._deadline = self._new_deadline()
         self._report()
         self._listener.on_lost(loss)
         link.close()
