@@ -68,7 +68,8 @@ def test_a_page_may_ask(client: httpx.Client) -> None:
 
 def test_logs_are_objects_with_the_id_of_the_request(client: httpx.Client) -> None:
     body = body_of(COMPLETIONS, OPENING, max_tokens=1)
-    client.post(COMPLETIONS, json=body, headers={"x-request-id": "seen-in-the-log"})
+    answer = client.post(COMPLETIONS, json=body, headers={"x-request-id": "seen-in-the-log"})
+    assert answer.headers.get_list("x-request-id") == ["seen-in-the-log"]
     deadline = time.monotonic() + 10
     while not (found := _lines_with("seen-in-the-log")) and time.monotonic() < deadline:
         time.sleep(0.1)

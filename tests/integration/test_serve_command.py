@@ -144,6 +144,7 @@ def test_the_official_client(server: Server) -> None:
             stream=True,
             stream_options={"include_usage": True},
         )
+        assert len(stream.response.headers.get_list("x-request-id")) == 1
         chunks = list(stream)
         assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
         assert chunks[-1].usage is not None
