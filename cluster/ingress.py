@@ -1,5 +1,6 @@
 """The HTTP side as a Ray Serve deployment: stateless replicas, each with its line to the engine."""
 
+import asyncio
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from cluster.engine_calls import connect
 from cluster.engine_spec import EngineSpec
 from cluster.errors import EngineLostError
 from cluster.frontend import Frontend
+from cluster.heap import trim_when_idle
 from cluster.http_app import build_http_app
 from cluster.http_settings import HttpSettings
 from cluster.listening import take_over_ports
@@ -54,6 +56,9 @@ class IngressReplica:
             spec.engine,
             max_recovery_seconds=spec.max_recovery_seconds,
         )
+        self._trimming = asyncio.create_task(
+            trim_when_idle(lambda: self._engine.num_streams > 0), name="heap-trim"
+        )
         self._executor = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="text")
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -79,6 +84,7 @@ class IngressReplica:
             raise EngineLostError(info.reason)
 
     async def __del__(self) -> None:
+        self._trimming.cancel()
         await self._engine.close()
         self._executor.shutdown(wait=False)
 
