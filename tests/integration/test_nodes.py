@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.nodes import HOSTS
 from tests.support.references import stories_directory
-from tests.support.several_nodes import HOSTS
 
 
 @pytest.fixture(scope="module")
