@@ -117,10 +117,10 @@ class Placement:
         """One sentence on what was asked for, and what there is. Asks Ray."""
         kind, amount = _bundle_of_stage(self.parallel, self.device)
         total, free = ray.cluster_resources(), ray.available_resources()
-        stages = ""
-        if self.parallel.pipeline_parallel_size > 1:
-            stages = f"{self.parallel.pipeline_parallel_size - num_placed} machines or shares of "
-            stages += "one, each with "
+        num_stages, stages = self.parallel.pipeline_parallel_size, ""
+        if num_stages > 1:
+            missing = f"{num_stages - num_placed} of " if num_placed else ""
+            stages = f"{missing}{num_stages} machines or shares of one, each with "
         return (
             f"waiting for {stages}{amount:g} {kind}: the cluster has {total.get(kind, 0):g}, of "
             f"which {free.get(kind, 0):g} are free; stop what holds them, add machines, or lower "

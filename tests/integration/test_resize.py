@@ -1,7 +1,10 @@
 """Another number of workers under requests that run: no answer is lost, and no text changes."""
 
 import asyncio
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,6 +17,9 @@ from cluster.shape import Shape
 from cluster.supervisor import existing_supervisors
 from cluster.supervisor_view import AppStatus
 from scheduler.messages import EngineState, SamplingParams
+from tests.support import faulty_rank
+from tests.support.asking import COMPLETIONS, Job
+from tests.support.commands import palimpsest
 from tests.support.engines import (
     Answer,
     client_of,
@@ -24,7 +30,11 @@ from tests.support.engines import (
     stop,
 )
 from tests.support.fake_model import MAX_POSITIONS, run_solo
-from tests.support.faults import kill
+from tests.support.faults import kill, undisturbed
+from tests.support.references import stories_directory
+from tests.support.served_model import ready_to_serve
+from tests.support.serving import deployed, free_port, serve_on
+from worker.pull import pull
 
 NUM_STREAMS = 16
 SLOW = fake_spec("model.model=fake-20ms")
@@ -183,3 +193,113 @@ def test_deaths_while_it_is_resized_restore_the_old_shape(app: str) -> None:
             assert await resize(app, tp=2) == Shape(2, 1)
 
     asyncio.run(run())
+
+
+# -- over HTTP, with real models -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def port(ray_cluster: None) -> Iterator[int]:
+    port = free_port()
+    with serve_on(port):
+        yield port
+
+
+def the_jobs(max_tokens: int) -> list[Job]:
+    """As many as there are streams, greedy and seeded."""
+    drawn: list[Job] = []
+    for number in range(NUM_STREAMS):
+        body: dict[str, Any] = {"max_tokens": max_tokens + number, "stream": number % 4 < 3}
+        body |= {"temperature": 0} if number % 2 else {"seed": number, "top_p": 0.9}
+        drawn.append((COMPLETIONS, {**body, "prompt": f"One day, {number} children"}))
+    return drawn
+
+
+def test_a_real_model_over_http_and_a_shape_that_cannot_come_up(
+    port: int, test_data_dir: Path | None, tmp_path: Path
+) -> None:
+    """The memory granted to each rank holds a request of full length in two halves alone."""
+    model = ready_to_serve(stories_directory(test_data_dir, tmp_path / "stories"), tmp_path)
+    settings = (
+        f"model.model={model}",
+        "model.dtype=float32",
+        "parallel.tensor_parallel_size=2",
+        "cache.kv_cache_memory=480KiB",
+    )
+    with deployed("resized", port, *settings) as app:
+        num_blocks = app.status().info.num_blocks
+        load = undisturbed(app, the_jobs(12))
+        with load.running():
+            done = palimpsest("scale", "--tp", "1", "--pp", "2", "--name", app.name)
+            assert done.returncode == 0, done.stderr
+            assert f"{app.name} runs as TP 1 x PP 2 now, with" in done.stderr
+            status = app.status()
+            assert (status.shape, len(status.places)) == (Shape(1, 2), 2)
+            assert status.info.num_blocks < num_blocks, "stages of 3 and 2 layers"
+
+            answers = load.num_answers
+            done = palimpsest("scale", "--pp", "1", "--name", app.name)
+            assert done.returncode == 2, done.stderr
+            assert "TP 1 x PP 1 did not come up" in done.stderr
+            assert "but one sequence of max_model_len 512 needs 32" in done.stderr
+            assert done.stderr.endswith("TP 1 x PP 2 was restored.\n")
+            assert app.status().shape == Shape(1, 2)
+            while load.num_answers == answers:
+                time.sleep(0.05)
+        assert load.causes["resize"]
+        assert not load.causes["worker_lost"]
+        app.wait_idle()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_smollm2_over_http(port: int) -> None:
+    settings = (
+        f"model.model={pull('smollm2-135m')}",
+        "model.dtype=float32",
+        "model.max_model_len=1024",
+        "cache.kv_cache_memory=64MiB",
+    )
+    with deployed("smollm2", port, *settings) as app:
+        load = undisturbed(app, the_jobs(24))
+        sizes = []
+        with load.running():
+            for tp, pp in ((3, 1), (1, 1), (1, 2)):
+                assert asyncio.run(resize(app.name, tp, pp)) == Shape(tp, pp)
+                answers = load.num_answers
+                sizes.append(app.status().info.num_blocks)
+                while load.num_answers == answers:
+                    time.sleep(0.05)
+        assert load.causes["resize"] >= 3
+        assert not load.causes["worker_lost"]
+        # A third of the heads, all of the model, half of the layers, in the same memory.
+        thirds, whole, halves = sizes
+        assert abs(thirds - 3 * whole) <= 3
+        assert abs(halves - 2 * whole) <= 2
+        app.wait_idle()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_workers_that_are_not_up_in_time(
+    port: int, test_data_dir: Path | None, tmp_path: Path
+) -> None:
+    model = ready_to_serve(stories_directory(test_data_dir, tmp_path / "stories"), tmp_path)
+    settings = (
+        f"model.model={model}",
+        "model.dtype=float32",
+        "cache.num_blocks=600",
+        "server.group_start_seconds=45",
+    )
+    with deployed("late", port, *settings, loader=faulty_rank.LOADER) as app:
+        load = undisturbed(app, the_jobs(12))
+        asked = faulty_rank.ask(model, 1, "stall")
+        with load.running():
+            with pytest.raises(ResizeError, match=r"not ready after 45 s.*TP 1 x PP 1 was rest"):
+                asyncio.run(resize(app.name, 2))
+            assert not asked.exists()
+            answers = load.num_answers
+            while load.num_answers == answers:
+                time.sleep(0.05)
+        assert asyncio.run(resize(app.name, 2)) == Shape(2, 1)
+        app.wait_idle()

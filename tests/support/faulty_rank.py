@@ -1,7 +1,8 @@
 """Ranks with the real model that can be told to go wrong.
 
 Loaded by the name `tests.support.faulty_rank:load_faulty_rank`. A file in the folder of the model,
-named by `ask`, is consumed by its rank before the next step with work, which then fails, or hangs.
+named by `ask`, is consumed by its rank before the next step with work, which then fails, or hangs;
+or, for `stall`, when it is to load the model, which then never comes to an end.
 """
 
 import socket
@@ -13,7 +14,7 @@ from configs import Device, ParallelConfig, ResolvedConfig
 from scheduler.messages import JoinGroup, StepPlan, StepResult, WorkerHello
 from worker.actor import LoadedRank
 
-Fault: TypeAlias = Literal["raise", "hang"]
+Fault: TypeAlias = Literal["raise", "hang", "stall"]
 
 LOADER = "tests.support.faulty_rank:load_faulty_rank"
 
@@ -30,16 +31,16 @@ class FaultyRank:
 
     def __init__(self, rank: LoadedRank, model: Path, number: int) -> None:
         self._rank = rank
-        self._faults = {fault: model / f"{fault}-{number}" for fault in ("raise", "hang")}
+        self._model, self._number = model, number
 
     def join(self, message: JoinGroup, listener: socket.socket | None) -> WorkerHello:
         return self._rank.join(message, listener)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         if plan.work:
-            if self._take("raise"):
+            if _take(self._model, self._number, "raise"):
                 raise RuntimeError("the test wants this model to fail")
-            while self._take("hang"):
+            while _take(self._model, self._number, "hang"):
                 time.sleep(3600)
         return self._rank.execute(plan)
 
@@ -52,15 +53,19 @@ class FaultyRank:
     def leave(self) -> None:
         self._rank.leave()
 
-    def _take(self, fault: Fault) -> bool:
-        try:
-            self._faults[fault].unlink()
-        except FileNotFoundError:
-            return False
-        return True
+
+def _take(model: Path, rank: int, fault: Fault) -> bool:
+    try:
+        (model / f"{fault}-{rank}").unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def load_faulty_rank(config: ResolvedConfig, device: Device, rank: int) -> FaultyRank:
     from worker.member import load_rank
 
-    return FaultyRank(load_rank(config, device, rank), Path(config.model.model), rank)
+    model = Path(config.model.model)
+    while _take(model, rank, "stall"):
+        time.sleep(3600)
+    return FaultyRank(load_rank(config, device, rank), model, rank)

@@ -19,19 +19,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tests.support.leftovers import Leftovers
-from tests.support.nodes import HOSTS, SPARE_HOST, Nodes, ray_nodes
+from tests.support.nodes import HEALTH_CHECK, HOSTS, SPARE_HOST, Nodes, ray_nodes
 from tests.support.ray_cluster import set_environment
 
 NUM_STREAMS = 16
 _PATIENCE_SECONDS = 15.0
 _LACK_SECONDS = 60.0
-# A node that is gone is missed after a second and a half; a slow one may take half a minute.
-_HEALTH_CHECK = {
-    "RAY_health_check_initial_delay_ms": "500",
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "10000",
-    "RAY_health_check_failure_threshold": "3",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +153,7 @@ def main() -> None:
     assert how in ("spare", "join")
     before = Leftovers.now()
     set_environment()
-    for name, value in _HEALTH_CHECK.items():
+    for name, value in HEALTH_CHECK.items():
         os.environ.setdefault(name, value)
     hosts = (*HOSTS, SPARE_HOST) if how == "spare" else HOSTS
     with tempfile.TemporaryDirectory() as folder, ray_nodes(hosts) as nodes:

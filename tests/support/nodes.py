@@ -13,6 +13,15 @@ HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 SPARE_HOST = "127.0.0.5"
 _OBJECT_STORE_BYTES = 80 << 20
 
+# A node that is gone is missed after a second and a half; a slow one may take half a minute.
+HEALTH_CHECK = {
+    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "10000",
+    "RAY_health_check_failure_threshold": "3",
+}
+"""For the environment, before a cluster is started."""
+
 
 class Nodes:
     """Of one CPU each, and so with room for one rank that asks for one. The first is the head."""
