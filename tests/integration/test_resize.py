@@ -10,6 +10,7 @@ import psutil
 import pytest
 import ray
 
+from cluster.engine_calls import connect
 from cluster.engine_client import EngineClient
 from cluster.engine_spec import EngineSpec
 from cluster.errors import ResizeError
@@ -191,6 +192,34 @@ def test_deaths_while_it_is_resized_restore_the_old_shape(app: str) -> None:
             assert status.info.state is EngineState.READY
             assert len(status.places) == 1
             assert await resize(app, tp=2) == Shape(2, 1)
+
+    asyncio.run(run())
+
+
+def test_a_new_configuration_that_comes_while_it_is_resized(app: str) -> None:
+    """It waits for the requests, which need the group that is forming; and has its own shape."""
+
+    async def run() -> None:
+        async with client_of(app, SLOW) as client:
+            streams = Streams(client, "r")
+            await running(client)
+            resizing = asyncio.create_task(resize(app, tp=2))
+            while client.info().is_ready:
+                await asyncio.sleep(0.01)
+            other = fake_spec("cache.num_blocks=99")
+            replacing = connect(app, other)
+            try:
+                while "finishing its requests" not in replacing.info().reason:
+                    await asyncio.sleep(0.01)
+                with pytest.raises(ResizeError, match="there is no engine to resize: .* finishing"):
+                    await resize(app, tp=1)
+                assert await resizing == Shape(2, 1)
+                assert causes_of(await streams.end()) == {"resize"}
+                assert (await replacing.wait_ready(30)).is_ready
+                status = await status_of(app)
+                assert (status.shape, status.info.num_blocks) == (Shape(1, 1), 99)
+            finally:
+                await replacing.close()
 
     asyncio.run(run())
 
