@@ -153,10 +153,11 @@ def check_room(parallel: ParallelConfig, instead_of: Placement) -> None:
     machines = [node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]]
     num_shares = sum(int(total / amount) for total in machines)
     if num_shares < num_stages:
+        shares = f"{num_stages} machines or shares of one, each with " if num_stages > 1 else ""
         raise ResizeError(
-            f"it needs {num_stages} machines or shares of one, each with {amount:g} {kind}, and "
-            f"the machines of the cluster, with {', '.join(f'{n:g}' for n in machines)} each, have "
-            f"room for {num_shares}; add machines, or choose a smaller shape"
+            f"it needs {shares}{amount:g} {kind}, and the machines of the cluster, with "
+            f"{', '.join(f'{total:g}' for total in machines)}, have room for {num_shares} of that; "
+            f"add machines, or choose a smaller shape"
         )
     _, held_amount = _bundle_of_stage(instead_of.parallel, instead_of.device)
     free = ray.available_resources().get(kind, 0) + instead_of.num_placed() * held_amount

@@ -93,6 +93,40 @@ async def running(client: EngineClient) -> None:
             await asyncio.sleep(0.02)
 
 
+def test_what_the_machines_do_not_allow_is_refused(app: str) -> None:
+    """The cluster of these tests has eight CPUs."""
+    spec = fake_spec("parallel.cpus_per_rank=2")
+
+    async def run() -> None:
+        async with client_of(app, spec):
+            epoch = (await status_of(app)).info.epoch
+            with pytest.raises(ResizeError) as caught:
+                await resize(app, tp=5)
+            assert str(caught.value) == (
+                "it needs 10 CPU, and the machines of the cluster, with 8, have room for 0 of "
+                "that; add machines, or choose a smaller shape"
+            )
+            other = ray.remote(num_cpus=3)(Holder).remote()
+            await other.ready.remote()
+            with pytest.raises(ResizeError, match=r"it needs 6 CPU, and 5 are free, those that"):
+                await resize(app, tp=3)
+            ray.kill(other)
+            assert (await status_of(app)).info.epoch == epoch, "nothing was changed"
+            async with asyncio.timeout(10):
+                while ray.available_resources()["CPU"] < 6:
+                    await asyncio.sleep(0.05)
+            assert await resize(app, tp=4) == Shape(4, 1), "in the place of the old one"
+
+    asyncio.run(run())
+
+
+class Holder:
+    """Has resources."""
+
+    def ready(self) -> None:
+        pass
+
+
 def new_pids(old: AppStatus) -> list[int]:
     """Of workers that have come up since."""
     before = {place.process_id for place in old.places}
@@ -211,7 +245,7 @@ def test_a_new_configuration_that_comes_while_it_is_resized(app: str) -> None:
             try:
                 while "finishing its requests" not in replacing.info().reason:
                     await asyncio.sleep(0.01)
-                with pytest.raises(ResizeError, match="there is no engine to resize: .* finishing"):
+                with pytest.raises(ResizeError, match=r"no engine to resize: .* finishing"):
                     await resize(app, tp=1)
                 assert await resizing == Shape(2, 1)
                 assert causes_of(await streams.end()) == {"resize"}

@@ -1,11 +1,11 @@
 """A node that dies under running streams, its work done elsewhere: three stages of one model on
 nodes of one machine.
 
-python -m tests.support.lost_nodes MODEL_DIRECTORY spare|join [SETTING…]
+python -m tests.support.lost_nodes MODEL_DIRECTORY spare|join|fewer [SETTING…]
 
 `spare`: a fourth node is free. `join`: there is none, and one joins when the engine has said that
-it waits for it. Prints as JSON what was seen; what clients got is compared here. A process of its
-own, because a process has one Ray.
+it waits for it. `fewer`: there is none, and the engine is told to make do with two. Prints as JSON
+what was seen; what clients got is compared here. A process of its own, because a process has one Ray.
 """
 
 import json
@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 from tests.support.leftovers import Leftovers
 from tests.support.nodes import HEALTH_CHECK, HOSTS, SPARE_HOST, Nodes, ray_nodes
 from tests.support.ray_cluster import set_environment
+
+How: TypeAlias = Literal["spare", "join", "fewer"]
 
 NUM_STREAMS = 16
 _PATIENCE_SECONDS = 15.0
@@ -56,7 +58,10 @@ def jobs() -> list[Any]:
     return drawn
 
 
-def run(model: Path, nodes: Nodes, how: Literal["spare", "join"], settings: list[str]) -> Seen:
+def run(model: Path, nodes: Nodes, how: How, settings: list[str]) -> Seen:
+    import ray
+
+    from cluster.supervisor import existing_supervisors
     from tests.support.faults import undisturbed, wait_recovered
     from tests.support.serving import deployed, free_port, serve_on
 
@@ -82,9 +87,12 @@ def run(model: Path, nodes: Nodes, how: Literal["spare", "join"], settings: list
             killed_seconds = time.time()
             nodes.kill(victim)
             known_seconds = wait_until(lambda: victim not in alive_hosts())
-            if how == "join":
+            if how != "spare":
                 lack = wait_for_lack(app)
+            if how == "join":
                 nodes.add(SPARE_HOST)
+            elif how == "fewer":
+                ray.get(existing_supervisors()[app.name].resize.remote(None, 2))
             recovery = wait_recovered(app, 1)
         app.wait_idle()
         after = app.status()
@@ -150,7 +158,7 @@ def num_told() -> int:
 
 def main() -> None:
     model, how, *settings = sys.argv[1:]
-    assert how in ("spare", "join")
+    assert how in get_args(How)
     before = Leftovers.now()
     set_environment()
     for name, value in HEALTH_CHECK.items():
