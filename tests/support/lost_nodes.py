@@ -5,7 +5,7 @@ python -m tests.support.lost_nodes MODEL_DIRECTORY spare|join|fewer [SETTING…]
 
 `spare`: a fourth node is free. `join`: there is none, and one joins when the engine has said that
 it waits for it. `fewer`: there is none, and the engine is told to make do with two. Prints as JSON
-what was seen; what clients got is compared here. A process of its own, because a process has one Ray.
+what was seen; what clients got is compared here. A process of its own: it can have one Ray only.
 """
 
 import json
