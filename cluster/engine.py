@@ -288,13 +288,21 @@ class Engine:
             self.faults.restarted(new)
         seconds = config.server.group_start_seconds
         async with workers.placement.time_limit(seconds, waits=waits, tell=self._tell_lacking):
-            await workers.load(
-                lambda num_ready: self._tell_progress(_loading(workers.num_ranks, num_ready))
-            )
-            loaded_seconds = time.time()
-            await self._join(workers, config)
+            joining = asyncio.ensure_future(self._load_and_join(workers, config))
+            hang = asyncio.ensure_future(workers.first_hang())
+            if joining not in await first_done(joining, hang):
+                raise EngineStartError(hang.result())
         self._set_info(EngineState.READY)
-        return tuple(new), loaded_seconds
+        return tuple(new), joining.result()
+
+    async def _load_and_join(self, workers: WorkerGroup, config: ResolvedConfig) -> float:
+        """When the model was loaded everywhere."""
+        await workers.load(
+            lambda num_ready: self._tell_progress(_loading(workers.num_ranks, num_ready))
+        )
+        loaded_seconds = time.time()
+        await self._join(workers, config)
+        return loaded_seconds
 
     async def _join(self, workers: WorkerGroup, config: ResolvedConfig) -> None:
         """Let everybody who is there find each other, and the scheduler plan."""
@@ -326,11 +334,13 @@ class Engine:
         assert self._workers is not None, "a group has formed"
         worker = asyncio.ensure_future(self._workers.first_end())
         scheduler = asyncio.ensure_future(self._scheduler.wait_lost(self._epoch))
+        hang = asyncio.ensure_future(self._workers.first_hang())
         wanted = asyncio.ensure_future(self._resizes.until_wanted())
-        done = await first_done(worker, scheduler, wanted)
-        if scheduler in done:
-            return scheduler.result()
-        return worker.result() if worker in done else self._resize_reason
+        done = await first_done(worker, scheduler, hang, wanted)
+        for loss in (scheduler, worker, hang):
+            if loss in done:
+                return loss.result()
+        return self._resize_reason
 
     async def _end_processes(self) -> None:
         if self._workers is not None:

@@ -13,6 +13,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.processes import SchedulerProcess, place_here
 from cluster.ray_errors import awaited, sentence
 from configs import ResolvedConfig
+from scheduler.crash import CrashLog
+from scheduler.errors import CoreCrashedError
 from scheduler.group import GroupSize
 from scheduler.messages import InterruptionCause, Tally, encode
 from scheduler.step_loop import GroupLoss
@@ -35,6 +37,7 @@ class SchedulerHandle:
         self.has_begun = False
         """It has a core, so requests may go there."""
         self._begun_epoch = -1
+        self._crashes = CrashLog()
 
     @property
     def is_there(self) -> bool:
@@ -58,7 +61,7 @@ class SchedulerHandle:
     async def begin(self, epoch: int, size: GroupSize, replicas: Collection[str]) -> None:
         """See `SchedulerActor.begin`."""
         self._begun_epoch = epoch
-        await self.actor.begin.remote(epoch, size, tuple(replicas))
+        await self.actor.begin.remote(epoch, size, tuple(replicas), self._crashes.culprits)
         self.has_begun = True
 
     async def wait_lost(self, epoch: int) -> str:
@@ -102,6 +105,9 @@ class SchedulerHandle:
             why = "it does not answer"
         except ray.exceptions.RayError as error:
             why = sentence(error)
+            crash = getattr(error, "cause", None)
+            if isinstance(crash, CoreCrashedError):
+                self._crashes.note(self.id, crash)
         logger.warning("the scheduler is replaced: %s", why)
         self.kill()
         return None

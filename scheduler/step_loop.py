@@ -16,11 +16,19 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from scheduler.core import SchedulerCore
+from scheduler.crash import core_crashed
 from scheduler.deadline import StepDeadline
-from scheduler.errors import CacheInUseError, GroupLostError, LinkError, LoopOverError
+from scheduler.errors import (
+    CacheInUseError,
+    CoreCrashedError,
+    GroupLostError,
+    LinkError,
+    LoopOverError,
+)
 from scheduler.group import GroupSize
 from scheduler.histogram import Histogram
 from scheduler.messages import (
@@ -96,7 +104,7 @@ class Listener(Protocol):
     def on_lost(self, loss: GroupLoss) -> None:
         """The group is lost, and all that ran waits for another one."""
 
-    def on_crash(self) -> None:
+    def on_crash(self, crash: CoreCrashedError) -> None:
         """The core raised. Nothing it holds can be trusted, so the process should end."""
 
 
@@ -104,15 +112,23 @@ class StepLoop:
     """Runs `core` on a thread of its own, from `start` to `stop`."""
 
     def __init__(
-        self, core: SchedulerCore, *, step_deadline_seconds: float, listener: Listener
+        self,
+        core: SchedulerCore,
+        *,
+        step_deadline_seconds: float,
+        first_step_seconds: float,
+        listener: Listener,
     ) -> None:
+        """See `StepDeadline` for the two limits."""
         self._core = core
-        self._step_deadline_seconds = step_deadline_seconds
+        self._new_deadline = partial(
+            StepDeadline, step_deadline_seconds, first_seconds=first_step_seconds
+        )
         self._listener = listener
         self._link: PlanLink = _NoLink()
         self._has_group = False
         self._missing_ranks: set[int] = set()
-        self._deadline = StepDeadline(step_deadline_seconds)
+        self._deadline = self._new_deadline()
         self._mailbox: deque[tuple[Call, Future[Any]]] = deque()
         self._events: deque[tuple[object, ...]] = deque(maxlen=_NUM_EVENTS_TOLD)
         self._load = Load()
@@ -159,7 +175,7 @@ class StepLoop:
             self._link = link
             self._has_group = True
             self._missing_ranks = set(range(size.num_ranks))
-            self._deadline = StepDeadline(self._step_deadline_seconds)
+            self._deadline = self._new_deadline()
 
         self.call(attach)
 
@@ -184,9 +200,9 @@ class StepLoop:
                     self._round()
                 except (GroupLostError, LinkError) as error:
                     self._lose(str(error))
-        except Exception:
+        except Exception as error:
             logger.exception("the scheduler core failed; last events: %s", list(self._events))
-            self._listener.on_crash()
+            self._listener.on_crash(core_crashed(error))
         finally:
             self._stopping = True
             self._refuse_calls()
@@ -237,7 +253,7 @@ class StepLoop:
             except _MISTAKES_OF_THE_CALLER as error:
                 future.set_exception(error)
             except Exception as error:
-                future.set_exception(error)
+                future.set_exception(core_crashed(error))
                 raise
             else:
                 future.set_result(answer)
@@ -300,7 +316,7 @@ class StepLoop:
         logger.log(level, "the worker group of epoch %d is given up: %s", loss.epoch, reason)
         core.lose_group(time.monotonic(), cause=cause)
         self._link, self._has_group = _NoLink(), False
-        self._deadline = StepDeadline(self._step_deadline_seconds)
+        self._deadline = self._new_deadline()
         self._report()
         self._listener.on_lost(loss)
         link.close()

@@ -2,9 +2,12 @@
 
 Loaded by the name `tests.support.faulty_rank:load_faulty_rank`. A file in the folder of the model,
 named by `ask`, is consumed by its rank before the next step with work, which then fails, or hangs;
-or, for `stall`, when it is to load the model, which then never comes to an end.
+before it joins a group, when it stops like a process that was sent SIGSTOP; or before it loads the
+model, which then never comes to an end (`stall`).
 """
 
+import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -14,13 +17,13 @@ from configs import Device, ParallelConfig, ResolvedConfig
 from scheduler.messages import JoinGroup, StepPlan, StepResult, WorkerHello
 from worker.actor import LoadedRank
 
-Fault: TypeAlias = Literal["raise", "hang", "stall"]
+Fault: TypeAlias = Literal["raise", "hang", "stop", "stall"]
 
 LOADER = "tests.support.faulty_rank:load_faulty_rank"
 
 
 def ask(model: Path, rank: int, fault: Fault) -> Path:
-    """Let `rank` go wrong in its next step; the file is gone when it has."""
+    """Let `rank` go wrong when it comes to that; the file is gone then."""
     path = model / f"{fault}-{rank}"
     path.touch()
     return path
@@ -34,6 +37,8 @@ class FaultyRank:
         self._model, self._number = model, number
 
     def join(self, message: JoinGroup, listener: socket.socket | None) -> WorkerHello:
+        if _take(self._model, self._number, "stop"):
+            os.kill(os.getpid(), signal.SIGSTOP)
         return self._rank.join(message, listener)
 
     def execute(self, plan: StepPlan) -> StepResult | None:

@@ -9,7 +9,7 @@ import pytest
 
 from configs import load, resolve
 from scheduler.core import SchedulerCore
-from scheduler.errors import CacheInUseError, LoopOverError
+from scheduler.errors import CacheInUseError, CoreCrashedError, LoopOverError
 from scheduler.group import GroupSize
 from scheduler.messages import (
     Heartbeat,
@@ -38,6 +38,7 @@ class Listener:
     joined: threading.Event = field(default_factory=threading.Event)
     losses: list[GroupLoss] = field(default_factory=list)
     crashed: threading.Event = field(default_factory=threading.Event)
+    crashes: list[CoreCrashedError] = field(default_factory=list)
 
     def on_joined(self, epoch: int) -> None:
         self.joined.set()
@@ -50,7 +51,8 @@ class Listener:
     def on_lost(self, loss: GroupLoss) -> None:
         self.losses.append(loss)
 
-    def on_crash(self) -> None:
+    def on_crash(self, crash: CoreCrashedError) -> None:
+        self.crashes.append(crash)
         self.crashed.set()
 
     @property
@@ -107,7 +109,12 @@ def make_host() -> Iterator[Callable[..., Host]]:
         )
         link = MemoryLink(NUM_BLOCKS, BLOCK_SIZE, epoch=EPOCH, hold=hold)
         listener = Listener()
-        loop = StepLoop(core, step_deadline_seconds=deadline_seconds, listener=listener)
+        loop = StepLoop(
+            core,
+            step_deadline_seconds=deadline_seconds,
+            first_step_seconds=600,
+            listener=listener,
+        )
         loop.start()
         loop.begin(EPOCH, link, size_of(num_ranks))
         hosts.append(Host(loop, link, listener))
@@ -213,6 +220,7 @@ def test_a_result_that_nobody_asked_for_ends_the_process(
     assert not host.listener.losses
     assert "result of step 7" in caplog.text
     assert "('result', 3, 7)" in caplog.text, "the last events are told"
+    assert host.listener.crashes[0].request_ids == ()
 
 
 def test_a_mistake_of_a_caller_is_its_own(make_host: Callable[..., Host]) -> None:
