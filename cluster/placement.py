@@ -78,15 +78,17 @@ class Placement:
         """Raises TimeoutError if the body takes longer, and EngineStartError if that is because the
         cluster lacks something. `waits`: while it does, time does not count.
 
-        `tell` is called once with what it lacks, and with an empty text when all have a place.
+        `tell` is called with what it lacks, again and again, and when all have a place with that.
+        It is logged once.
         """
         clock, lacks = asyncio.get_running_loop().time, ""
 
         def report(lacking: str) -> None:
             nonlocal lacks
-            if bool(lacking) != bool(lacks):
-                tell(lacking)
+            if lacking and not lacks:
+                logger.warning("%s", lacking)
             lacks = lacking
+            tell(lacking or "all workers have a place, and those that are new load the model")
             if waits:
                 limit.reschedule(clock() + seconds)
 
