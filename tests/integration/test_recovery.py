@@ -93,9 +93,10 @@ async def tell_all(
 
 
 def assert_same(told: Told, expected: Told) -> None:
-    at = len(os.path.commonprefix([told.token_ids, expected.token_ids]))
-    rated = told.logprobs[at : at + 1], expected.logprobs[at : at + 1]
-    assert told.token_ids == expected.token_ids, f"they differ from token {at} on: {rated}"
+    pairs = zip(told.token_ids, expected.token_ids, strict=True)
+    for at, (token_id, expected_id) in enumerate(pairs):
+        rated = told.logprobs[at : at + 1], expected.logprobs[at : at + 1]
+        assert token_id == expected_id, f"they differ from token {at} on: {rated}"
     assert told.finish is expected.finish
     assert len(told.logprobs) == len(expected.logprobs)
     for row, other in zip(told.logprobs, expected.logprobs, strict=True):
