@@ -43,7 +43,7 @@ class LoopOverError(SchedulerError):
 class CoreCrashedError(SchedulerError):
     """The core raised what it must not; its process is about to end."""
 
-    def __init__(self, message: str, request_ids: tuple[str, ...]) -> None:
+    def __init__(self, message: str, request_ids: tuple[str, ...] = ()) -> None:
         """`request_ids`: what it was working on, as far as that is known."""
         super().__init__(message, request_ids)
         self.request_ids = request_ids

@@ -31,9 +31,7 @@ from tests.support.faults import (
     wait_steady,
 )
 from tests.support.http_jobs import jobs, num_sequences
-from tests.support.references import stories_directory
-from tests.support.served_model import ready_to_serve
-from tests.support.serving import App, deployed, free_port, serve_on
+from tests.support.serving import App, deployed
 
 pytestmark = pytest.mark.timeout(240, func_only=True)
 
@@ -51,19 +49,6 @@ SETTINGS = (
     "cache.num_blocks=1500",
     f"server.step_deadline_seconds={STEP_DEADLINE_SECONDS}",
 )
-
-
-@pytest.fixture(scope="module")
-def port(ray_cluster: None) -> Iterator[int]:
-    port = free_port()
-    with serve_on(port):
-        yield port
-
-
-@pytest.fixture(scope="module")
-def model(test_data_dir: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("faults")
-    return ready_to_serve(stories_directory(test_data_dir, folder), folder)
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +179,7 @@ def test_a_rank_that_hangs_in_its_step(app: App, model: Path, load: Load) -> Non
     assert not asked.exists()
     assert "worker 2" in recovery.replaced
     assert "have not answered a step" in recovery.reason
+    assert load.num_comments, "it stood still for longer than a comment is late"
 
 
 def test_a_scheduler_that_dies_again_and_again(app: App, load: Load) -> None:
