@@ -451,6 +451,12 @@ class EngineInfo(Message, frozen=True):
     def takes_requests(self) -> bool:
         return self.state in (EngineState.READY, EngineState.RECOVERING)
 
+    def while_draining(self, reason: str) -> "EngineInfo":
+        """The same for an engine that takes nothing new because of `reason`; empty: it does."""
+        if not reason or not self.takes_requests:
+            return self
+        return msgspec.structs.replace(self, state=EngineState.DRAINING, reason=reason)
+
 
 class PollAnswer(Message, frozen=True):
     """Answer to a poll of one ingress replica.
