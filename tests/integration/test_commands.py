@@ -48,7 +48,12 @@ def test_status_and_stop(app: str) -> None:
         assert (counters["held_blocks"], counters["evictable_blocks"]) == (0, 2)
         assert counters["scheduled_prompt_tokens"] == 3
         assert found["timings"]["execute"]["median_ms"] > 0
-        for words in (f"{app} (fake) is ready", "rank 0", "2 evictable, 17 scratch, of 19"):
+        for words in (
+            f"{app} (fake) is ready",
+            "worker 0",
+            "supervisor",
+            "2 evictable, 17 scratch, of 19",
+        ):
             assert words in told.stdout
 
     asyncio.run(run())
