@@ -18,7 +18,7 @@ def drain(
     """Let applications take nothing new and finish what they have; see `Supervisor.drain`.
 
     `tell` hears how far it is. For each application how many requests had to be ended; None where
-    it takes requests again, or has gone meanwhile. Who stops waiting does not stop the drain.
+    it takes requests again, has failed or has gone. Who stops waiting does not stop the drain.
     """
     import ray
 

@@ -1,5 +1,6 @@
 """Killing and stalling processes of an application on purpose, wherever in the cluster they run."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -17,6 +18,7 @@ from cluster.supervisor import existing_supervisors
 from cluster.supervisor_view import AppStatus, Place
 
 _RAY_TITLE = "ray::"
+_ANSWER_SECONDS = 10.0
 
 
 class RayOperations:
@@ -27,10 +29,12 @@ class RayOperations:
 
     async def status(self) -> AppStatus:
         try:
-            status = await existing_supervisors()[self._app].status.remote()
-        except (KeyError, ray.exceptions.RayError) as error:
+            supervisors = await asyncio.to_thread(existing_supervisors)
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                status = await supervisors[self._app].status.remote()
+        except (KeyError, TimeoutError, ray.exceptions.RayError) as error:
             raise EngineUnavailableError(
-                f"the supervisor of {self._app} is gone, and another one is not there yet"
+                f"the supervisor of {self._app} does not answer, or is not there yet"
             ) from error
         assert isinstance(status, AppStatus)
         return status

@@ -99,6 +99,7 @@ class ChaosRun:
                 raise CommandError(f"A request failed before any strike: {outcome.error}.")
         self._tell("the same again and again, with strikes")
         began = time.perf_counter()
+        self._states.append((began, "ready"))
         numbers = itertools.cycle(range(len(self._requests)))
         watching = asyncio.create_task(self._watch())
         loads = [asyncio.create_task(self._load(numbers)) for _ in range(self._concurrency)]
@@ -134,7 +135,7 @@ class ChaosRun:
     async def _watch(self) -> None:
         while True:
             state = await self._chaos.state()
-            if not self._states or self._states[-1][1] != state:
+            if self._states[-1][1] != state:
                 self._states.append((time.perf_counter(), state))
             await asyncio.sleep(_TICK_SECONDS)
 

@@ -73,7 +73,10 @@ def _drain(supervisors: dict[str, Any], seconds: float | None) -> None:
         ended = drain_apps(supervisors, _REASON, seconds, tell)
     for app, num_ended in ended.items():
         if num_ended is None:
-            progress.say(f"{app} was not drained to the end: it takes requests again, or has gone.")
+            progress.say(
+                f"{app} was not drained to the end: it takes requests again, has failed or has "
+                f"gone; `palimpsest status` tells which."
+            )
         else:
             was = f"{num_ended} requests had to be ended" if num_ended else "no request was cut off"
             progress.say(f"{app} is drained, {was}.")

@@ -101,14 +101,15 @@ class Engine:
         """Take nothing new, for `reason`, and let go on what was accepted, also what only waits.
 
         Returns when all of it has ended, by itself or after `timeout_seconds` with an error; how
-        many the latter were, or None if it was undone meanwhile, or is drained for another reason
-        now. The engine stays, until `undrain` lets it take requests again.
+        many the latter were, or None if the engine failed or takes requests again, or is drained
+        for another reason now. It stays, until `undrain` lets it take requests again.
         """
         await self._set_drain(reason)
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._wait_drained()
-                return 0 if self._drain_reason == reason else None
+                has_failed = self.info.state is EngineState.FAILED
+                return None if has_failed or self._drain_reason != reason else 0
         except TimeoutError:
             if self._drain_reason != reason:
                 return None
