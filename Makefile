@@ -8,13 +8,15 @@ TEST_PROCESSES ?= auto
 
 PACKAGES := cluster worker scheduler configs helm tests
 # Bytecode comes with the first import, and only for what is imported: a quarter less to do.
+# Without it each of the many processes would compile torch and Ray again.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt
-HARD_STOP := $(if $(shell command -v timeout),timeout --kill-after=30 $(HARD_STOP_MINUTES)m)
-PYTEST := $(HARD_STOP) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup
+HARD_STOP = $(if $(shell command -v timeout),timeout --kill-after=30 $(HARD_STOP_MINUTES)m)
+PYTEST = $(HARD_STOP) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve setup setup-test setup-serve lint check test test-full clean
+.PHONY: help serve setup setup-test setup-serve lint check unit test test-full clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -22,12 +24,16 @@ help: ## list the targets
 serve: setup-serve ## serve a small chat model on this machine; ARGS="…" goes to `palimpsest serve`
 	@$(BIN)/palimpsest serve $(ARGS)
 
-check: lint ## lint, types, import contracts, unit and architecture tests: no ray, no torch
+check: setup ## lint, types, import contracts, unit and architecture tests: no ray, no torch
+	@$(MAKE) --no-print-directory --jobs=2 lint unit
+
+unit: setup
 	$(PYTEST) tests/unit tests/architecture -m "not full and not gpu"
 
 test: setup-test lint ## what a change has to pass: `check`, and every test not marked `full`
 	$(PYTEST) tests -m "not full"
 
+test-full: HARD_STOP_MINUTES := 70
 test-full: setup-test lint ## every test, the long ones too
 	$(PYTEST) tests
 

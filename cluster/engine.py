@@ -315,7 +315,7 @@ class Engine:
         if waits:
             self.faults.restarted(new)
         async with workers.placement.time_limit(
-            self._start_seconds, waits=waits, tell=self._tell_lacking
+            self._start_seconds, waits=waits, tell=self._tell_progress
         ):
             joining = asyncio.ensure_future(self._load_and_join(workers, config))
             hang = asyncio.ensure_future(workers.first_hang())
@@ -385,11 +385,6 @@ class Engine:
     def _tell_progress(self, text: str) -> None:
         is_first = self._own_info.state is EngineState.STARTING
         self._set_info(EngineState.STARTING if is_first else EngineState.RECOVERING, text)
-
-    def _tell_lacking(self, lacking: str) -> None:
-        if lacking:
-            logger.warning("epoch %d: %s", self._epoch, lacking)
-        self._tell_progress(lacking or "all workers have a place, and those that are new load")
 
     def _set_info(self, state: EngineState, reason: str = "") -> None:
         self._own_info = EngineInfo(state, reason, epoch=self._epoch)

@@ -24,6 +24,9 @@ from tests.support.engines import status_of, stop
 
 HOST = "127.0.0.1"
 READY_SECONDS = 180.0
+ADMIN_KEY = "admin-key"
+ORIGIN = "https://friend.example"
+"""Of a web page that may ask."""
 
 
 def free_port() -> int:
@@ -56,6 +59,11 @@ class App:
     def deploy(self) -> None:
         built = application(self.config, self.spec)
         serve.run(built, name=self.name, route_prefix=f"/{self.name}")
+
+    def replica_states(self) -> dict[str, int]:
+        """How many ingress replicas are in which state, as Serve calls it."""
+        (ingress,) = serve.status().applications[self.name].deployments.values()
+        return {str(state): count for state, count in ingress.replica_states.items()}
 
     def wait_ready(self) -> None:
         """Raises AssertionError when the engine fails, or takes too long."""
@@ -121,7 +129,11 @@ def deployed(
 
 @contextlib.contextmanager
 def serve_on(port: int) -> Iterator[None]:
-    """Ray Serve on the Ray cluster of this process, listening on its first node."""
+    """Ray Serve on the Ray cluster of this process, listening on its first node.
+
+    A cluster has one Serve, with one port: integration tests have it as the fixture `port`.
+    """
+    assert not serve.status().proxies, "Ray Serve runs already: take the fixture `port`"
     serve.start(proxy_location="HeadOnly", http_options={"host": HOST, "port": port})
     try:
         yield
