@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Collection, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,9 +62,13 @@ class Guard:
     """Wraps the application. Whatever happens inside, the answer has a request id and errors
     have a body. `scope["request_id"]` is the id."""
 
-    def __init__(self, app: ASGIApp, *, sends_request_id: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, *, sends_request_id: bool, on_answer: Callable[[int], None]
+    ) -> None:
+        """`on_answer` is told the status of each answer but those to probes and scrapers."""
         self._app = app
         self._sends_request_id = sends_request_id
+        self._on_answer = on_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,15 +85,23 @@ class Guard:
             logger.exception("the request failed")
             await answer.error(our_fault())
         finally:
+            if answer.status is not None and _path_of(scope) not in OPEN_PATHS:
+                self._on_answer(answer.status)
             _log_answer(scope, answer.status, time.monotonic() - began_seconds)
             REQUEST_ID.reset(token)
+
+
+def _path_of(scope: Scope) -> str:
+    """Within the application: under a route prefix a path begins with it."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _log_answer(scope: Scope, status: int | None, seconds: float) -> None:
     """`status` is None where the client went away first."""
     path = scope["path"][:_MAX_LOGGED_CHARACTERS]
     logger.log(
-        logging.DEBUG if path in OPEN_PATHS else logging.INFO,
+        logging.DEBUG if _path_of(scope) in OPEN_PATHS else logging.INFO,
         "%s %s: %s after %.3f s",
         scope["method"],
         path,
@@ -131,9 +143,7 @@ class Gate:
         headers = Headers(scope=scope)
         answer = _Answer(send, None)
         try:
-            # Under a route prefix a path begins with it.
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
-            scope["api_key"] = self._key_of(path, headers)
+            scope["api_key"] = self._key_of(_path_of(scope), headers)
             _check_length(headers)
             await self._app(scope, _Body(receive), answer)
         except ApiError as error:

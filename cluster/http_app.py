@@ -63,7 +63,11 @@ def build_http_app(frontend: Frontend, settings: HttpSettings) -> ASGIApp:
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after"),
         )
-    return Guard(gated, sends_request_id=settings.sends_request_id)
+    return Guard(
+        gated,
+        sends_request_id=settings.sends_request_id,
+        on_answer=frontend.engine.metrics.counts.answered,
+    )
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -7,6 +7,8 @@ from scheduler.metrics import frozen
 ABORT, ERROR = "abort", "error"
 FINISH_REASONS = ("stop", "length", ABORT, ERROR)
 REFUSALS = ("bad_request", "never_fits", "queue_full", "queue_share", "unavailable")
+ERROR_STATUSES = (400, 401, 404, 405, 413, 429, 500, 503)
+"""All that the API answers with."""
 
 
 class ReplicaCounts:
@@ -18,6 +20,7 @@ class ReplicaCounts:
         self._output_tokens = 0
         self._finished = dict.fromkeys(FINISH_REASONS, 0)
         self._refused = dict.fromkeys(REFUSALS, 0)
+        self._http_errors = dict.fromkeys(ERROR_STATUSES, 0)
         self._first_token_seconds = Histogram.of_seconds()
         self._inter_token_seconds = Histogram.of_seconds()
         self._e2e_seconds = Histogram.of_seconds()
@@ -33,6 +36,11 @@ class ReplicaCounts:
         """One of `REFUSALS`."""
         self._refused[reason] += 1
 
+    def answered(self, status: int) -> None:
+        """A request to the API has an answer; counted if it is an error."""
+        if status in self._http_errors:
+            self._http_errors[status] += 1
+
     def copy(self) -> Counts:
         """All of it, as it is now."""
         self._version += 1
@@ -43,6 +51,7 @@ class ReplicaCounts:
                 "generation_tokens_total": {"": self._output_tokens},
                 "requests_total": dict(self._finished),
                 "admission_rejections_total": dict(self._refused),
+                "http_errors_total": {str(s): count for s, count in self._http_errors.items()},
             },
             {
                 "time_to_first_token_seconds": {"": frozen(self._first_token_seconds)},

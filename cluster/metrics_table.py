@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.metrics_counts import FINISH_REASONS, REFUSALS
+from cluster.metrics_counts import ERROR_STATUSES, FINISH_REASONS, REFUSALS
 from scheduler.histogram import COUNTS, SECONDS, STEP_SECONDS, TOKENS
 from scheduler.messages import InterruptionCause
 
@@ -189,6 +189,13 @@ METRICS = (
         "Requests that were well-formed and not accepted: what the model or the pool can never "
         "hold, a full queue, the share of one API key used up, an engine that takes none.",
         Label("reason", REFUSALS),
+    ),
+    Metric(
+        "outcome", "counter", "http_errors_total",
+        "Requests that were answered with an error, by its HTTP status: 400 for a wrong request, "
+        "401 for a wrong key, and so on. Not counted: probes, and errors in a stream that had "
+        "begun.",
+        Label("status", tuple(map(str, ERROR_STATUSES))),
     ),
     Metric(
         "faults", "counter", "worker_restarts_total",

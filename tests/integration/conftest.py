@@ -1,12 +1,18 @@
-"""One local Ray cluster for all integration tests of a process, and nothing left of it."""
+"""One local Ray cluster for all integration tests of a process, and nothing left of it; on it Ray
+Serve, a model, and names for engines, for those that want them."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.engines import stop
 from tests.support.leftovers import Leftovers, assert_nothing_left
 from tests.support.ray_cluster import local_ray
+from tests.support.references import stories_directory
+from tests.support.served_model import ready_to_serve
+from tests.support.serving import free_port, serve_on
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the mark
@@ -24,3 +30,26 @@ def ray_cluster() -> Iterator[None]:
     with local_ray():
         yield
     assert_nothing_left(before)
+
+
+@pytest.fixture(scope="session")
+def port(ray_cluster: None) -> Iterator[int]:
+    """Where Ray Serve listens on that cluster: its start and its end take some seconds."""
+    port = free_port()
+    with serve_on(port):
+        yield port
+
+
+@pytest.fixture(scope="session")
+def model(test_data_dir: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model that tells stories, ready to serve. Some modules have another."""
+    folder = tmp_path_factory.mktemp("stories")
+    return ready_to_serve(stories_directory(test_data_dir, folder), folder)
+
+
+@pytest.fixture
+def app(ray_cluster: None, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A name for an engine of the test's own, which ends with it."""
+    name = request.node.name
+    yield name
+    asyncio.run(stop(name))

@@ -11,9 +11,7 @@ import pytest
 
 from tests.support.asking import COMPLETIONS, body_of, both, whole
 from tests.support.events import Stream
-from tests.support.references import stories_directory
-from tests.support.served_model import ready_to_serve
-from tests.support.serving import App, deployed, free_port, serve_on, session_logs
+from tests.support.serving import App, deployed, session_logs
 
 # Starting an engine may take longer than any of the tests.
 pytestmark = pytest.mark.timeout(func_only=True)
@@ -25,12 +23,7 @@ ENDLESS = {"max_tokens": 1500, "ignore_eos": True, "stream": True}
 
 
 @pytest.fixture(scope="module")
-def app(
-    ray_cluster: None, test_data_dir: Path | None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[App]:
-    folder = tmp_path_factory.mktemp("api")
-    model = ready_to_serve(stories_directory(test_data_dir, folder), folder)
-    port = free_port()
+def app(port: int, model: Path) -> Iterator[App]:
     overrides = (
         f"model.model={model}",
         "model.served_model_name=[first, second]",
@@ -39,7 +32,7 @@ def app(
         f"server.allowed_origins={ORIGIN}",
     )
     environ = {"PALIMPSEST_ADMIN_KEY": "admin-key"}
-    with serve_on(port), deployed("api", port, *overrides, environ=environ) as app:
+    with deployed("api", port, *overrides, environ=environ) as app:
         yield app
 
 

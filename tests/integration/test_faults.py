@@ -29,9 +29,7 @@ from tests.support.faults import (
     wait_dead,
     wait_recovered,
 )
-from tests.support.references import stories_directory
-from tests.support.served_model import ready_to_serve
-from tests.support.serving import App, deployed, free_port, serve_on
+from tests.support.serving import App, deployed
 
 pytestmark = pytest.mark.timeout(240, func_only=True)
 
@@ -70,19 +68,6 @@ def jobs() -> list[Job]:
         else:
             drawn.append((COMPLETIONS, {**body, "prompt": text}))
     return drawn
-
-
-@pytest.fixture(scope="module")
-def port(ray_cluster: None) -> Iterator[int]:
-    port = free_port()
-    with serve_on(port):
-        yield port
-
-
-@pytest.fixture(scope="module")
-def model(test_data_dir: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("faults")
-    return ready_to_serve(stories_directory(test_data_dir, folder), folder)
 
 
 @pytest.fixture(scope="module")

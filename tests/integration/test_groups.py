@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,6 @@ NUM_BLOCKS = 25
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_smollm2_stand_in(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def app(ray_cluster: None, request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.node.name
-    asyncio.run(stop(request.node.name))
 
 
 def spec_of(model: Path, *overrides: str) -> EngineSpec:

@@ -11,9 +11,7 @@ import psutil
 import pytest
 
 from tests.support.asking import ask, with_client
-from tests.support.models import make_stories_stand_in
-from tests.support.served_model import ready_to_serve
-from tests.support.serving import App, deployed, free_port, serve_on
+from tests.support.serving import App, deployed
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NUM_BLOCKS = 40
@@ -26,15 +24,13 @@ SETTLED_SECONDS = 3.0
 
 
 @pytest.fixture
-def app(ray_cluster: None, tmp_path: Path) -> Iterator[App]:
-    model = ready_to_serve(make_stories_stand_in(tmp_path), tmp_path)
-    port = free_port()
+def app(port: int, model: Path) -> Iterator[App]:
     settings = (
         f"model.model={model}",
         f"cache.num_blocks={NUM_BLOCKS}",
         "scheduler.policy=priority",
     )
-    with serve_on(port), deployed("leaks", port, *settings) as app:
+    with deployed("leaks", port, *settings) as app:
         yield app
 
 

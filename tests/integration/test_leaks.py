@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -13,19 +12,13 @@ from cluster.engine_spec import EngineSpec
 from cluster.supervisor import existing_supervisors
 from configs import load
 from scheduler.messages import EndReason, EndRequest, SamplingParams, SubmitRequest
-from tests.support.engines import client_of, fake_spec, request_of, status_of, stop, wait_idle
+from tests.support.engines import client_of, fake_spec, request_of, status_of, wait_idle
 from tests.support.models import make_stories_stand_in
 
 NUM_BLOCKS = 40
 REQUESTS_PER_ROUND = 200
 MAX_GROWTH = 0.03
 SETTINGS = (f"cache.num_blocks={NUM_BLOCKS}", "scheduler.policy=priority")
-
-
-@pytest.fixture
-def app(ray_cluster: None, request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.node.name
-    asyncio.run(stop(request.node.name))
 
 
 @pytest.mark.full

@@ -12,27 +12,21 @@ import pytest
 
 from tests.support.asking import ask_all
 from tests.support.metrics import Scrape, scrape
-from tests.support.references import stories_directory
-from tests.support.served_model import ready_to_serve
-from tests.support.serving import App, deployed, free_port, replica_pids, serve_on
+from tests.support.serving import App, deployed, replica_pids
 
 NUM_SCRAPES = 50
 NAME = "stories"
 
 
 @pytest.fixture(scope="module")
-def app(
-    ray_cluster: None, test_data_dir: Path | None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[App]:
-    folder, port = tmp_path_factory.mktemp("metrics"), free_port()
-    model = ready_to_serve(stories_directory(test_data_dir, folder), folder)
+def app(port: int, model: Path) -> Iterator[App]:
     overrides = (
         f"model.model={model}",
         f"model.served_model_name={NAME}",
         "cache.num_blocks=61",
         "server.num_replicas=2",
     )
-    with serve_on(port), deployed("two", port, *overrides) as app:
+    with deployed("two", port, *overrides) as app:
         yield app
 
 

@@ -1,13 +1,11 @@
 """The default model over HTTP, in float32: pools that are far too small, and every way to spread it
 over processes, change no text."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.support.asking import Answered, ask_all
 from tests.support.http_jobs import jobs, the_other_way
-from tests.support.serving import deployed, free_port, serve_on
+from tests.support.serving import deployed
 from worker.pull import pull
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
@@ -20,16 +18,9 @@ WORK = jobs(NUM_CLIENTS, seed=5)
 
 
 @pytest.fixture(scope="module")
-def port(ray_cluster: None) -> Iterator[int]:
-    pull("smollm2-135m")
-    port = free_port()
-    with serve_on(port):
-        yield port
-
-
-@pytest.fixture(scope="module")
 def expected(port: int) -> list[tuple[object, ...]]:
     """From one worker with room for all."""
+    pull("smollm2-135m")
     with deployed("large", port, *SETTINGS, "cache.num_blocks=2000") as app:
         answers = ask_all(app.url, WORK, timeout_seconds=ANSWER_SECONDS)
     assert not any(answer.preemption for answer in answers)

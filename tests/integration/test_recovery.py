@@ -24,7 +24,7 @@ from scheduler.messages import (
     SamplingParams,
     TokenLogprobs,
 )
-from tests.support.engines import client_of, generate, request_of, status_of, stop, wait_idle
+from tests.support.engines import client_of, generate, request_of, status_of, wait_idle
 from tests.support.faults import kill
 from tests.support.models import make_stories_stand_in
 from worker.pull import pull
@@ -32,12 +32,6 @@ from worker.pull import pull
 VOCABULARY = 49152
 MAX_LOGPROB_ERROR = 1e-4
 WORKER_LOST = InterruptionCause.WORKER_LOST
-
-
-@pytest.fixture
-def app(ray_cluster: None, request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.node.name
-    asyncio.run(stop(request.node.name))
 
 
 @dataclass

@@ -21,11 +21,9 @@ from tokenizers import Tokenizer
 from tests.support.asking import CHAT, COMPLETIONS, ask, ask_all, with_client
 from tests.support.engines import counted_between
 from tests.support.events import Stream
-from tests.support.failing_rank import FAILING_SEED
+from tests.support.faulty_rank import FAILING_SEED, LOADER
 from tests.support.http_jobs import OPENINGS, jobs, the_other_way
-from tests.support.references import stories_directory
-from tests.support.served_model import ready_to_serve
-from tests.support.serving import App, deployed, free_port, serve_on, session_logs
+from tests.support.serving import App, deployed, session_logs
 
 # Starting two engines may take longer than any of the tests.
 pytestmark = pytest.mark.timeout(func_only=True)
@@ -33,20 +31,6 @@ pytestmark = pytest.mark.timeout(func_only=True)
 NUM_CLIENTS = 32
 TIGHT_BLOCKS = 41
 CANARY, API_KEY = "canary-7f3e91", "key-b81c44"
-FAILING_LOADER = "tests.support.failing_rank:load_failing_rank"
-
-
-@pytest.fixture(scope="module")
-def port(ray_cluster: None) -> Iterator[int]:
-    port = free_port()
-    with serve_on(port):
-        yield port
-
-
-@pytest.fixture(scope="module")
-def model(test_data_dir: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("serving")
-    return ready_to_serve(stories_directory(test_data_dir, folder), folder)
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +215,7 @@ def test_what_clients_send_and_get_is_in_no_log(port: int, model: Path) -> None:
     overrides = (f"model.model={model}", "cache.num_blocks=13", "cache.block_size=8")
     headers = {"authorization": f"Bearer {API_KEY}"}
     with deployed(
-        "canary", port, *overrides, environ={"PALIMPSEST_API_KEYS": API_KEY}, loader=FAILING_LOADER
+        "canary", port, *overrides, environ={"PALIMPSEST_API_KEYS": API_KEY}, loader=LOADER
     ) as app:
         body = {
             "prompt": CANARY,

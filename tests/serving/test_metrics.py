@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.asgi import MAX_BODY_WORK, KeyDigests
 from cluster.engine_client import EngineClient
 from cluster.http_settings import HttpSettings
 from configs import load
@@ -230,6 +231,32 @@ def test_refusals_are_counted_by_reason() -> None:
     assert found["queue_full"] == statuses[429]
     assert found["never_fits"] == 1
     assert sum(found.values()) == statuses[429] + 1
+
+
+def test_errors_are_counted_by_status() -> None:
+    settings = HttpSettings(api_keys=KeyDigests.of(["right"]))
+    with http_server(settings=settings) as server:
+        headers = {"authorization": "Bearer right"}
+        with httpx.Client(base_url=server.url, headers=headers, timeout=30) as client:
+            assert client.post("/v1/completions", json={"prompt": "cat"}).status_code == 200
+            assert not any(scrape(server.url, MODEL).by_label("http_errors_total").values())
+
+            assert client.post("/v1/completions", json={}).status_code == 400
+            assert client.post("/v1/completions", json={"prompt": []}).status_code == 400
+            assert client.post("/v1/completions", content=b"{").status_code == 400
+            assert httpx.post(f"{server.url}/v1/completions", json={}).status_code == 401
+            assert client.get("/v1/nothing").status_code == 404
+            assert client.get("/v1/completions").status_code == 405
+            too_much = b"," * (MAX_BODY_WORK + 1)
+            assert client.post("/v1/completions", content=too_much).status_code == 413
+
+            server.run(lambda: server.engine.actor.give_up("the workers are lost"))
+            assert client.get("/ready").status_code == 503
+            body = {"prompt": "the cat"}
+            assert client.post("/v1/completions", json=body).status_code == 503
+            found = scrape(server.url, MODEL).by_label("http_errors_total")
+    counts = {"400": 3, "401": 1, "404": 1, "405": 1, "413": 1, "503": 1}
+    assert {status: count for status, count in found.items() if count} == counts
 
 
 def test_a_second_replica_is_in_the_sum_and_stays_when_it_is_gone(server: HttpServer) -> None:

@@ -25,6 +25,7 @@ from scheduler.messages import (
     pack_token_ids,
 )
 from scheduler.status import Counters
+from tests.support.fake_model import MAX_POSITIONS, run_solo
 
 FAKE_LOADER = "tests.support.fake_rank:load_fake_rank"
 READY_SECONDS = 180.0
@@ -101,6 +102,19 @@ async def generate(client: EngineClient, request: SubmitRequest) -> Answer:
             answer.token_ids += delta.token_ids
             answer.usage = delta.usage or answer.usage
             answer.finish, answer.error = delta.finish, delta.error
+    return answer
+
+
+async def generate_and_check(
+    client: EngineClient, request_id: str, prompt: list[int], sampling: SamplingParams
+) -> Answer:
+    """Submit to an engine of `fake_spec`, read to the end, and compare with a run alone."""
+    answer = await generate(client, request_of(client, request_id, prompt, sampling))
+    solo = run_solo(tuple(prompt), sampling, MAX_POSITIONS)
+    assert tuple(answer.token_ids) == solo.token_ids
+    assert answer.finish is solo.finish
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(solo.token_ids)
     return answer
 
 

@@ -1,7 +1,8 @@
 """Ranks with the real model that can be told to go wrong.
 
-Loaded by the name `tests.support.faulty_rank:load_faulty_rank`. A file in the folder of the model,
-named by `ask`, is consumed by its rank before the next step with work, which then fails, or hangs.
+Loaded by the name `LOADER`. A file in the folder of the model, named by `ask`, is consumed by its
+rank before the next step with work, which then fails, or hangs. A request with the seed
+`FAILING_SEED` alone fails with its second token, as if the model gave it no logits.
 """
 
 import socket
@@ -9,13 +10,25 @@ import time
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+import msgspec
+
 from configs import Device, ResolvedConfig
-from scheduler.messages import JoinGroup, StepPlan, StepResult, WorkerHello
+from scheduler.messages import (
+    Close,
+    JoinGroup,
+    Open,
+    SeqOutput,
+    SeqRef,
+    StepPlan,
+    StepResult,
+    WorkerHello,
+)
 from worker.actor import LoadedRank
 
 Fault: TypeAlias = Literal["raise", "hang"]
 
 LOADER = "tests.support.faulty_rank:load_faulty_rank"
+FAILING_SEED = 500
 
 
 def ask(model: Path, rank: int, fault: Fault) -> Path:
@@ -31,8 +44,11 @@ class FaultyRank:
     def __init__(self, rank: LoadedRank, model: Path, number: int) -> None:
         self._rank = rank
         self._faults = {fault: model / f"{fault}-{number}" for fault in ("raise", "hang")}
+        self._num_tokens: dict[SeqRef, int] = {}
+        """What each of the sequences that are to fail has yielded so far."""
 
     def join(self, message: JoinGroup, listener: socket.socket | None) -> WorkerHello:
+        self._num_tokens.clear()
         return self._rank.join(message, listener)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
@@ -41,7 +57,16 @@ class FaultyRank:
                 raise RuntimeError("the test wants this model to fail")
             while self._take("hang"):
                 time.sleep(3600)
-        return self._rank.execute(plan)
+        for update in plan.updates:
+            if isinstance(update, Open) and update.sampling.seed == FAILING_SEED:
+                self._num_tokens[update.seq] = 0
+            elif isinstance(update, Close):
+                self._num_tokens.pop(update.seq, None)
+        result = self._rank.execute(plan)
+        if result is None or not self._num_tokens:
+            return result
+        outputs = tuple(self._failed(output) for output in result.outputs)
+        return msgspec.structs.replace(result, outputs=outputs)
 
     def abort(self) -> None:
         self._rank.abort()
@@ -55,6 +80,15 @@ class FaultyRank:
         except FileNotFoundError:
             return False
         return True
+
+    def _failed(self, output: SeqOutput) -> SeqOutput:
+        """What a sequence yields instead, if it is to fail now."""
+        if output.seq not in self._num_tokens:
+            return output
+        self._num_tokens[output.seq] += len(output.token_ids)
+        if self._num_tokens[output.seq] <= 1:
+            return output
+        return msgspec.structs.replace(output, token_ids=(), error="it was to fail")
 
 
 def load_faulty_rank(config: ResolvedConfig, device: Device, rank: int) -> FaultyRank:

@@ -10,16 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
+from cluster.cli import main
 from tests.support.packaged import make_wheel
 from worker import pull as pulling
 from worker.models.directory import find_model, models_cache
 from worker.models.errors import ModelNotFoundError
 from worker.models.packaged import MANIFEST_FILE, PACKAGED_MODELS, PackagedModel, is_complete
 from worker.models.registry import load_decoder
-from worker.pull import PullError, pull, pull_command
+from worker.pull import PullError, pull
 
 NAME = "tiny"
 REPOSITORY = Path(__file__).parents[3]
@@ -223,16 +222,22 @@ def test_two_at_once_do_the_work_once(index: PackagedModel, tmp_path: Path) -> N
 
 
 def test_the_command_says_where_the_model_is(
-    index: PackagedModel, quick_conversion: list[Path]
+    index: PackagedModel,
+    quick_conversion: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    app = typer.Typer()
-    app.command()(pull_command)
-    done = CliRunner().invoke(app, [NAME])
-    assert done.exit_code == 0
-    assert f"tiny is ready in {models_cache() / NAME}" in done.output
-    refused = CliRunner().invoke(app, ["no-such-model"])
-    assert refused.exit_code == 1
-    assert "'no-such-model' is no packaged model" in refused.output
+    def run(*arguments: str) -> int | str | None:
+        monkeypatch.setattr(sys, "argv", ["palimpsest", *arguments])
+        with pytest.raises(SystemExit) as exited:
+            main()
+        return exited.value.code
+
+    assert run("pull", NAME) == 0
+    assert f"tiny is ready in {models_cache() / NAME}" in capsys.readouterr().err
+    monkeypatch.setitem(PACKAGED_MODELS, NAME, replace(index, version="2.0"))
+    assert run("pull", NAME) == 2
+    assert "could not fetch tiny-gguf-model==2.0" in capsys.readouterr().err
 
 
 def test_the_command_needs_no_torch() -> None:

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from cluster.api_errors import ApiError
 from cluster.fault_counts import FaultCounts
 from cluster.metrics import gauge_values
-from cluster.metrics_counts import ReplicaCounts
+from cluster.metrics_counts import ERROR_STATUSES, ReplicaCounts
 from cluster.metrics_reference import markdown
 from cluster.metrics_table import METRICS
 from scheduler.accounting import Accounting
@@ -57,6 +58,13 @@ def test_labels_and_buckets_are_those_of_the_table() -> None:
         assert set(found) <= set(metric.label_values), metric.name
         for histogram in counts.histograms.get(metric.name, {}).values():
             assert len(histogram.bucket_counts) == len(metric.bounds) + 1, metric.name
+
+
+def test_every_error_of_the_api_has_a_status_that_is_counted() -> None:
+    kinds = [ApiError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    assert {kind.status for kind in kinds} == set(ERROR_STATUSES)
 
 
 def test_names_follow_the_rules() -> None:

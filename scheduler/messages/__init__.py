@@ -1,0 +1,112 @@
+"""Every message that crosses a process: frozen, slotted, and a closed set.
+
+This is their one home: nobody outside imports from the modules in here.
+"""
+
+from scheduler.messages.base import Message
+from scheduler.messages.counts import Counts, Gauges, HistogramCounts, Tally, TallyAnswer
+from scheduler.messages.deltas import (
+    EngineInfo,
+    EngineState,
+    FinishReason,
+    PollAnswer,
+    TokenBatch,
+    TokenDelta,
+)
+from scheduler.messages.groups import JoinGroup, WorkerHello
+from scheduler.messages.requests import (
+    AbortRequests,
+    Accepted,
+    Admission,
+    BadRequest,
+    EndReason,
+    EndRequest,
+    NeverFits,
+    QueueFull,
+    SamplingParams,
+    SubmitAnswer,
+    SubmitRequest,
+    SubmitRequests,
+    Unavailable,
+)
+from scheduler.messages.steps import (
+    Close,
+    CloseReason,
+    Extend,
+    Heartbeat,
+    Open,
+    SeqOutput,
+    SeqRef,
+    SeqWork,
+    StepPlan,
+    StepResult,
+    Update,
+    WorkerFault,
+    WorkerMessage,
+)
+from scheduler.messages.tokens import (
+    TOKEN_BYTES,
+    PackedTokenIds,
+    PromptLogprobs,
+    TokenLogprobs,
+    pack_token_ids,
+    unpack_token_ids,
+)
+from scheduler.messages.usage import InterruptionCause, Interruptions, Usage
+from scheduler.messages.wire import decode, decode_submit_answer, decode_worker_message, encode
+
+__all__ = [
+    "TOKEN_BYTES",
+    "AbortRequests",
+    "Accepted",
+    "Admission",
+    "BadRequest",
+    "Close",
+    "CloseReason",
+    "Counts",
+    "EndReason",
+    "EndRequest",
+    "EngineInfo",
+    "EngineState",
+    "Extend",
+    "FinishReason",
+    "Gauges",
+    "Heartbeat",
+    "HistogramCounts",
+    "InterruptionCause",
+    "Interruptions",
+    "JoinGroup",
+    "Message",
+    "NeverFits",
+    "Open",
+    "PackedTokenIds",
+    "PollAnswer",
+    "PromptLogprobs",
+    "QueueFull",
+    "SamplingParams",
+    "SeqOutput",
+    "SeqRef",
+    "SeqWork",
+    "StepPlan",
+    "StepResult",
+    "SubmitAnswer",
+    "SubmitRequest",
+    "SubmitRequests",
+    "Tally",
+    "TallyAnswer",
+    "TokenBatch",
+    "TokenDelta",
+    "TokenLogprobs",
+    "Unavailable",
+    "Update",
+    "Usage",
+    "WorkerFault",
+    "WorkerHello",
+    "WorkerMessage",
+    "decode",
+    "decode_submit_answer",
+    "decode_worker_message",
+    "encode",
+    "pack_token_ids",
+    "unpack_token_ids",
+]
