@@ -14,6 +14,7 @@ from cluster.bench_command import bench
 from cluster.config_command import config
 from cluster.errors import CommandError
 from cluster.pull_command import pull
+from cluster.scale_command import scale
 from cluster.serve_command import serve
 from cluster.simulation_command import simulate
 from cluster.status_command import status
@@ -44,6 +45,7 @@ def _app() -> typer.Typer:
     app.callback()(_root)
     app.command()(serve)
     app.command()(status)
+    app.command()(scale)
     app.command()(stop)
     app.command()(pull)
     app.command()(bench)

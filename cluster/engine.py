@@ -13,24 +13,27 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import ray
 
 from cluster.death_log import MAX_DEATHS, WINDOW_SECONDS, DeathLog
 from cluster.engine_spec import EngineSpec
-from cluster.errors import EngineStartError
+from cluster.errors import EngineStartError, ResizeError
 from cluster.fault_counts import FaultCounts
+from cluster.group_size import group_size
 from cluster.link_choice import offer_link
-from cluster.placement import choose_device, reserve
-from cluster.ray_errors import sentence
+from cluster.placement import check_room, choose_device, reserve
+from cluster.ray_errors import first_done, sentence
+from cluster.resize import ResizeDesk
 from cluster.scheduler_handle import SchedulerHandle
+from cluster.shape import Shape
 from cluster.supervisor_view import Place, Recovery
 from cluster.worker_group import WorkerGroup
-from configs import Device, ResolvedConfig, resolve
-from scheduler.actor import GroupSize
-from scheduler.messages import EngineInfo, EngineState, WorkerHello
+from configs import Config, ConfigError, Device, ResolvedConfig, resolve
+from scheduler.group import GroupSize
+from scheduler.messages import EngineInfo, EngineState, InterruptionCause
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +49,13 @@ class Engine:
         next_epoch: Callable[[], int],
         replicas: Callable[[], Collection[str]],
         report: Callable[[], None],
+        shape: Shape | None = None,
     ) -> None:
         """`next_epoch` hands out epochs, `replicas` tells the ids of the ingress replicas there
-        are, `report` is called whenever `info` or `scheduler` has changed."""
+        are, `report` is called whenever `info` or `scheduler` has changed. `shape`: None for the
+        one in `spec`."""
         self.spec = spec
+        self._config = _with_hash_seed(spec.config)
         self._next_epoch = next_epoch
         self._replicas = replicas
         self._report = report
@@ -61,8 +67,12 @@ class Engine:
         self.places: tuple[Place, ...] = ()
         """Of all ranks. As of the last group that formed."""
         self.faults = FaultCounts()
+        self.shape = shape or Shape.of(spec.config.parallel)
+        """Of the last group that formed, or of the first one to come."""
+        self._device: Device = "cpu"
         self._epoch = -1
         self._drain_reason = ""
+        self._resizes = ResizeDesk()
         self._deaths = DeathLog()
         self._scheduler = SchedulerHandle()
         self._workers: WorkerGroup | None = None
@@ -103,9 +113,38 @@ class Engine:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
+        self._resizes.close(reason)
         await self._scheduler.lose(self._epoch, reason)
         await self._scheduler.give_up(reason)
         await self._end_processes()
+
+    async def resize(self, shape: Shape) -> None:
+        """Go on with workers of another shape; returns when their group stands.
+
+        What ran waits meanwhile, as after any interruption. Raises ResizeError if that is refused,
+        with nothing changed, or if the new group was not there within `server.group_start_seconds`
+        and the old one was restored.
+        """
+        with self._resizes.taken(shape, self.info):
+            if shape == self.shape:
+                return
+            await self._check_resize(shape)
+            await self._resizes.carry_out(shape)
+
+    async def _check_resize(self, shape: Shape) -> None:
+        """Raises ResizeError for what the model or the machines do not allow."""
+        workers = self._workers
+        assert workers is not None, "there is a group, or there was one"
+        try:
+            parallel = self._resolved(shape).parallel
+            await workers.check_shape(parallel)
+            await asyncio.to_thread(check_room, parallel, workers.placement)
+        except (ConfigError, ray.exceptions.RayTaskError) as error:
+            raise ResizeError(sentence(error)) from error
+
+    def _resolved(self, shape: Shape) -> ResolvedConfig:
+        """What holds for a group of `shape`."""
+        return resolve(shape.applied(self._config), self._device)
 
     async def forget(self, client_id: str) -> None:
         """An ingress replica is gone for good: end its requests."""
@@ -130,92 +169,143 @@ class Engine:
                 logger.exception("the engine cannot go on")
             logger.error("engine of epoch %d: %s", self._epoch, reason)
             self._set_info(EngineState.FAILED, reason)
+            self._resizes.close(reason)
             await self._scheduler.give_up(reason)
             if self._workers is not None:
                 await self._workers.close()
 
     async def _live(self) -> None:
         """Start, and mend what is lost, for as long as that makes sense."""
-        config = self.spec.config
-        device = choose_device(config.parallel)
-        resolved = _with_hash_seed(resolve(config, device))
-        async with asyncio.timeout(config.server.group_start_seconds):
-            placement = await reserve(
-                config.parallel,
-                device,
-                timeout_seconds=config.server.group_start_seconds,
-                report=lambda lacking: self._set_info(EngineState.STARTING, lacking),
-            )
-            self._workers = WorkerGroup(placement, self.spec.loader, resolved, device)
-            await self._form(self._workers, resolved, device)
+        self._device = choose_device(self.spec.config.parallel)
+        await self._form(self.shape, waits=False)
         while True:
-            reason = await self._first_loss(self._workers)
-            await self._recover(self._workers, resolved, device, reason)
+            await self._recover(await self._first_loss())
 
-    async def _recover(
-        self, workers: WorkerGroup, config: ResolvedConfig, device: Device, reason: str
-    ) -> None:
-        """Form another group, in as many attempts as it takes.
+    async def _recover(self, reason: str) -> None:
+        """Form another group, in as many attempts as it takes, and of another shape if wanted.
 
         Raises EngineStartError when it is given up.
         """
         noticed_seconds, first_reason = time.time(), reason
+        is_fault = is_death = self._resizes.wanted is None
         while True:
+            shape = self._resizes.wanted or self.shape
+            is_resize = shape != self.shape
             self._set_info(EngineState.RECOVERING, reason)
-            loss = await self._scheduler.lose(self._epoch, reason)
-            num_steps = await workers.leave()
+            cause = InterruptionCause.RESIZE if is_resize else InterruptionCause.WORKER_LOST
+            loss = await self._scheduler.lose(self._epoch, reason, cause)
+            num_steps = await self._leave(shape)
             if loss is not None:
                 noticed_seconds = min(noticed_seconds, loss.lost_seconds)
                 num_steps = loss.num_steps
             left_seconds = time.time()
-            self._deaths.died(time.monotonic(), after_a_step=num_steps > 0)
-            if self._deaths.is_hopeless:
-                raise EngineStartError(
-                    f"given up after {MAX_DEATHS} deaths in {WINDOW_SECONDS / 60:.0f} minutes "
-                    f"without a step in between; the last one: {reason}"
-                )
-            await asyncio.sleep(self._deaths.pause_seconds)
+            if is_death:
+                await self._mourn(reason, num_steps)
             try:
-                async with asyncio.timeout(config.server.group_start_seconds):
-                    new, loaded_seconds = await self._form(workers, config, device)
+                formed = await self._form_unless_resized(shape)
             except Exception as error:
-                reason = self._told(error)
+                reason, is_death = self._told(error), not is_resize
                 logger.warning("epoch %d could not begin: %s", self._epoch, reason)
+                if is_resize:
+                    self._resizes.failed(reason)
+                    first_reason = f"{shape} did not come up: {reason}"
+                continue
+            if formed is None:
+                reason, is_death = self._resize_reason, False
                 continue
             recovery = Recovery(
                 epoch=self._epoch,
                 reason=first_reason,
-                replaced=new,
+                replaced=formed[0],
                 noticed_seconds=noticed_seconds,
                 left_seconds=left_seconds,
-                loaded_seconds=loaded_seconds,
+                loaded_seconds=formed[1],
                 joined_seconds=time.time(),
             )
-            logger.info("recovered: %s", recovery)
-            self.recoveries.append(recovery)
-            self.num_recoveries += 1
-            self.faults.recovered(recovery.joined_seconds - recovery.noticed_seconds)
-            await self._scheduler.tell(self.faults.report())
+            self.shape = shape
+            await self._recovered(recovery, is_fault=is_fault)
             return
 
-    async def _form(
-        self, workers: WorkerGroup, config: ResolvedConfig, device: Device
-    ) -> tuple[tuple[str, ...], float]:
-        """Start what is missing, and let a group form under the next epoch.
+    async def _leave(self, shape: Shape) -> int:
+        """Let all ranks leave their group, and end them unless the next one has the same `shape`.
 
-        Which processes are new, and when the model was loaded everywhere.
+        How many steps of the epoch a rank has done.
         """
+        if self._workers is None:
+            return 0
+        num_steps = await self._workers.leave()
+        if self._workers.shape != shape:
+            await self._workers.close()
+            self._workers = None
+        return num_steps
+
+    async def _mourn(self, reason: str, num_steps: int) -> None:
+        """Count a death, after so many steps. Raises EngineStartError if it was one too many."""
+        self._deaths.died(time.monotonic(), after_a_step=num_steps > 0)
+        if self._deaths.is_hopeless:
+            raise EngineStartError(
+                f"given up after {MAX_DEATHS} deaths in {WINDOW_SECONDS / 60:.0f} minutes "
+                f"without a step in between; the last one: {reason}"
+            )
+        await asyncio.sleep(self._deaths.pause_seconds)
+
+    async def _recovered(self, recovery: Recovery, *, is_fault: bool) -> None:
+        logger.info("recovered: %s", recovery)
+        self.recoveries.append(recovery)
+        self.num_recoveries += 1
+        if is_fault:
+            self.faults.recovered(recovery.joined_seconds - recovery.noticed_seconds)
+        await self._scheduler.tell(self.faults.report())
+        self._resizes.stands(self.shape)
+
+    async def _form_unless_resized(self, shape: Shape) -> tuple[tuple[str, ...], float] | None:
+        """See `_form`; None if another shape is wanted before the group has formed."""
+        is_resize = shape != self.shape
+        forming = asyncio.ensure_future(self._form(shape, waits=not is_resize))
+        if is_resize:
+            return await forming
+        wanted = asyncio.ensure_future(self._resizes.until_wanted())
+        done = await first_done(forming, wanted)
+        return forming.result() if forming in done else None
+
+    async def _form(self, shape: Shape, *, waits: bool) -> tuple[tuple[str, ...], float]:
+        """Start what is missing, and let a group of `shape` form under the next epoch.
+
+        `waits`: while no machine has room for some rank, the time does not count. Which processes
+        are new, and when the model was loaded everywhere. Raises EngineStartError after
+        `server.group_start_seconds`.
+        """
+        config = self._resolved(shape)
         self._epoch = self._next_epoch()
         new = [] if self._scheduler.is_there else ["scheduler"]
         self._scheduler.start_if_missing(config)
+        if self._workers is None:
+            placement = reserve(config.parallel, self._device)
+            self._workers = WorkerGroup(placement, self.spec.loader, config, self._device)
+        workers = self._workers
         new += [f"worker {rank}" for rank in workers.start_missing()]
-        state = self._state_while_forming
-        if state is EngineState.RECOVERING:
+        if waits:
             self.faults.restarted(new)
+        seconds = config.server.group_start_seconds
+        async with workers.placement.time_limit(seconds, waits=waits, tell=self._tell_lacking):
+            joining = asyncio.ensure_future(self._load_and_join(workers, config))
+            hang = asyncio.ensure_future(workers.first_hang())
+            if joining not in await first_done(joining, hang):
+                raise EngineStartError(hang.result())
+        self._set_info(EngineState.READY)
+        return tuple(new), joining.result()
+
+    async def _load_and_join(self, workers: WorkerGroup, config: ResolvedConfig) -> float:
+        """When the model was loaded everywhere."""
         await workers.load(
-            lambda num_ready: self._set_info(state, _loading(workers.num_ranks, num_ready))
+            lambda num_ready: self._tell_progress(_loading(workers.num_ranks, num_ready))
         )
         loaded_seconds = time.time()
+        await self._join(workers, config)
+        return loaded_seconds
+
+    async def _join(self, workers: WorkerGroup, config: ResolvedConfig) -> None:
+        """Let everybody who is there find each other, and the scheduler plan."""
         scheduler_place, places = await asyncio.gather(
             self._scheduler.actor.place.remote(), workers.places()
         )
@@ -226,38 +316,31 @@ class Engine:
         )
         address = await self._scheduler.actor.open_link.remote(link.of_scheduler)
         hellos = await workers.join(self._epoch, places, is_local=is_local)
-        size = group_size(hellos, config, device)
+        size = group_size(hellos, config, self._device)
         workers.run(link, address)
         await self._begin(workers, size)
-        self._set_info(EngineState.READY)
-        return tuple(new), loaded_seconds
 
     async def _begin(self, workers: WorkerGroup, size: GroupSize) -> None:
         """Let the scheduler plan. Raises EngineStartError if a rank fails before all are there."""
         begun = asyncio.ensure_future(self._scheduler.begin(self._epoch, size, self._replicas()))
         # A rank that fails before it has joined would be waited for in vain.
         ended = asyncio.ensure_future(workers.first_end())
-        try:
-            await asyncio.wait({begun, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not begun.done():
-                raise EngineStartError(ended.result())
-            await begun
-        finally:
-            begun.cancel()
-            ended.cancel()
-            await asyncio.gather(begun, ended, return_exceptions=True)
+        if begun not in await first_done(begun, ended):
+            raise EngineStartError(ended.result())
+        begun.result()
 
-    async def _first_loss(self, workers: WorkerGroup) -> str:
-        """Wait until any process of the group is lost; the reason."""
-        worker = asyncio.ensure_future(workers.first_end())
+    async def _first_loss(self) -> str:
+        """Wait until any process of the group is lost, or another shape is wanted; the reason."""
+        assert self._workers is not None, "a group has formed"
+        worker = asyncio.ensure_future(self._workers.first_end())
         scheduler = asyncio.ensure_future(self._scheduler.wait_lost(self._epoch))
-        try:
-            await asyncio.wait({worker, scheduler}, return_when=asyncio.FIRST_COMPLETED)
-            return scheduler.result() if scheduler.done() else worker.result()
-        finally:
-            worker.cancel()
-            scheduler.cancel()
-            await asyncio.gather(worker, scheduler, return_exceptions=True)
+        hang = asyncio.ensure_future(self._workers.first_hang())
+        wanted = asyncio.ensure_future(self._resizes.until_wanted())
+        done = await first_done(worker, scheduler, hang, wanted)
+        for loss in (scheduler, worker, hang):
+            if loss in done:
+                return loss.result()
+        return self._resize_reason
 
     async def _end_processes(self) -> None:
         if self._workers is not None:
@@ -267,14 +350,24 @@ class Engine:
     # -- what is told --------------------------------------------------------------------
 
     @property
-    def _state_while_forming(self) -> EngineState:
+    def _resize_reason(self) -> str:
+        return f"the workers change from {self.shape} to {self._resizes.wanted}"
+
+    def _tell_progress(self, text: str) -> None:
         is_first = self.info.state is EngineState.STARTING
-        return EngineState.STARTING if is_first else EngineState.RECOVERING
+        self._set_info(EngineState.STARTING if is_first else EngineState.RECOVERING, text)
+
+    def _tell_lacking(self, lacking: str) -> None:
+        if lacking:
+            logger.warning("epoch %d: %s", self._epoch, lacking)
+        self._tell_progress(lacking or "all workers have a place, and those that are new load")
 
     def _set_info(self, state: EngineState, reason: str = "") -> None:
         if self._drain_reason and state in (EngineState.READY, EngineState.RECOVERING):
             state, reason = EngineState.DRAINING, self._drain_reason
         self.info = EngineInfo(state, reason, epoch=self._epoch)
+        if state is EngineState.RECOVERING:
+            self._scheduler.explain(reason)
         self._report()
 
     def _told(self, error: Exception) -> str:
@@ -294,41 +387,7 @@ def _loading(num_ranks: int, num_ready: int) -> str:
     return f"{num_ranks} workers are loading the model{ready}"
 
 
-def group_size(hellos: Sequence[WorkerHello], config: ResolvedConfig, device: Device) -> GroupSize:
-    """What all ranks can do together.
-
-    Raises EngineStartError if they did not load the same model, or if not even one block fits,
-    and ConfigError for settings that do not go with the model's context length.
-    """
-    digests = {hello.model_digest for hello in hellos}
-    if len(digests) > 1:
-        raise EngineStartError(
-            f"the workers loaded {len(digests)} different models under the name "
-            f"{config.model.model}: give all machines the same files"
-        )
-    hello = hellos[0]
-    # Whether settings go together can depend on the context length, known only now.
-    resolve(config, device, model_context_tokens=hello.max_model_len)
-    if hello.num_blocks < 2:
-        raise EngineStartError(
-            f"the memory granted to each worker holds {hello.num_blocks} KV blocks, and at least 2 "
-            f"are needed: raise cache.kv_cache_memory or cache.gpu_memory_utilization"
-        )
-    capacity_tokens = (hello.num_blocks - 1) * config.cache.block_size
-    logger.info(
-        "KV cache: %d blocks of %d tokens (%.2f GiB on worker 0) hold %d tokens: %.2f requests of "
-        "the full length of %d at once",
-        hello.num_blocks,
-        config.cache.block_size,
-        hello.num_blocks * hello.block_bytes / 2**30,
-        capacity_tokens,
-        capacity_tokens / hello.max_model_len,
-        hello.max_model_len,
-    )
-    return GroupSize(len(hellos), hello.num_blocks, hello.max_model_len, hello.vocab_size)
-
-
-def _with_hash_seed(config: ResolvedConfig) -> ResolvedConfig:
+def _with_hash_seed(config: Config) -> Config:
     """Drawn once per engine, so that nobody outside can know which contents collide."""
     if config.cache.hash_seed is not None:
         return config

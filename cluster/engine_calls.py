@@ -12,7 +12,7 @@ from cluster.engine_spec import EngineSpec
 from cluster.errors import EngineBusyError, EngineLostError
 from cluster.supervisor import supervisor_of
 from cluster.supervisor_view import EngineView
-from scheduler.errors import CacheInUseError
+from scheduler.errors import CacheInUseError, CoreCrashedError
 from scheduler.messages import (
     AbortRequests,
     EndRequest,
@@ -104,7 +104,7 @@ class RayEngineCalls:
             except ray.exceptions.ActorUnavailableError:
                 # All calls may be repeated: ids are known, batches are kept.
                 await asyncio.sleep(_PAUSE_SECONDS)
-            except ray.exceptions.RayActorError as error:
+            except (ray.exceptions.RayActorError, CoreCrashedError) as error:
                 if self._scheduler is scheduler:
                     self._scheduler = None
                     self._lost_id = self._scheduler_id

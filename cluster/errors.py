@@ -28,3 +28,7 @@ class EngineStartError(EngineError):
 
 class EngineBusyError(EngineError):
     """What was asked for cannot be done while requests run; the message says how much they hold."""
+
+
+class ResizeError(EngineError):
+    """The engine has, or has again, the shape that it had before; the message says why."""

@@ -1,5 +1,6 @@
 """Ray's references and errors, as the rest of us want them."""
 
+import asyncio
 from typing import Any
 
 import ray
@@ -19,3 +20,14 @@ def sentence(error: BaseException | None) -> str:
     if isinstance(error, ray.exceptions.RayActorError):
         return "its process died"
     return f"{error}" or type(error).__name__
+
+
+async def first_done(*futures: asyncio.Future[Any]) -> set[asyncio.Future[Any]]:
+    """Those that are done when one is; the others are cancelled, and over."""
+    try:
+        done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        return done
+    finally:
+        for future in futures:
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)

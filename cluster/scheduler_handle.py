@@ -13,8 +13,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.processes import SchedulerProcess, place_here
 from cluster.ray_errors import awaited, sentence
 from configs import ResolvedConfig
-from scheduler.actor import GroupSize
-from scheduler.messages import Tally, encode
+from scheduler.crash import CrashLog
+from scheduler.errors import CoreCrashedError
+from scheduler.group import GroupSize
+from scheduler.messages import InterruptionCause, Tally, encode
 from scheduler.step_loop import GroupLoss
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ class SchedulerHandle:
         self.has_begun = False
         """It has a core, so requests may go there."""
         self._begun_epoch = -1
+        self._crashes = CrashLog()
 
     @property
     def is_there(self) -> bool:
@@ -58,7 +61,7 @@ class SchedulerHandle:
     async def begin(self, epoch: int, size: GroupSize, replicas: Collection[str]) -> None:
         """See `SchedulerActor.begin`."""
         self._begun_epoch = epoch
-        await self.actor.begin.remote(epoch, size, tuple(replicas))
+        await self.actor.begin.remote(epoch, size, tuple(replicas), self._crashes.culprits)
         self.has_begun = True
 
     async def wait_lost(self, epoch: int) -> str:
@@ -84,7 +87,9 @@ class SchedulerHandle:
             return False
         return True
 
-    async def lose(self, epoch: int, reason: str) -> GroupLoss | None:
+    async def lose(
+        self, epoch: int, reason: str, cause: InterruptionCause = InterruptionCause.WORKER_LOST
+    ) -> GroupLoss | None:
         """Let all that runs in `epoch` wait; None if there is nobody who could tell of it.
 
         A process that died, or does not answer, is forgotten.
@@ -95,14 +100,22 @@ class SchedulerHandle:
             if await self._answers(_ANSWER_SECONDS):
                 if self._begun_epoch != epoch:
                     return None
-                loss: GroupLoss = await self.actor.lose.remote(epoch, reason)
+                loss: GroupLoss = await self.actor.lose.remote(epoch, reason, cause)
                 return loss
             why = "it does not answer"
         except ray.exceptions.RayError as error:
             why = sentence(error)
+            crash = getattr(error, "cause", None)
+            if isinstance(crash, CoreCrashedError):
+                self._crashes.note(self.id, crash)
         logger.warning("the scheduler is replaced: %s", why)
         self.kill()
         return None
+
+    def explain(self, reason: str) -> None:
+        """Let clients know what the way to the next group is waiting for."""
+        if self.actor is not None:
+            self.actor.explain.remote(reason)
 
     async def tell(self, counts: Tally) -> None:
         """Let what the engine has counted be part of the metrics."""

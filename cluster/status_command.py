@@ -81,6 +81,7 @@ def _as_json(status: AppStatus) -> dict[str, Any]:
         "app": status.app,
         "model": status.model,
         "engine": msgspec.structs.asdict(status.info),
+        "shape": status.shape and asdict(status.shape),
         "num_replicas": status.num_replicas,
         "scheduler_place": status.scheduler_place and asdict(status.scheduler_place),
         "places": [asdict(place) for place in status.places],
@@ -95,7 +96,9 @@ def _print(status: AppStatus, console: Console) -> None:
     info = status.info
     reason = f": {info.reason}" if info.reason else ""
     console.print(f"[bold]{status.app}[/bold] ({status.model}) is {info.state}{reason}")
-    console.print(f"epoch {info.epoch}, {status.num_replicas} replicas hold the lease")
+    console.print(
+        f"{status.shape}, epoch {info.epoch}, {status.num_replicas} replicas hold the lease"
+    )
     if status.recoveries:
         last = status.recoveries[-1]
         console.print(

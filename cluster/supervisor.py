@@ -18,7 +18,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.engine import Engine
 from cluster.engine_spec import EngineSpec
+from cluster.errors import ResizeError
 from cluster.logs import set_up_logging
+from cluster.shape import Shape, ShapeMemory
 from cluster.supervisor_view import AppStatus, EngineView
 from scheduler.messages import EngineInfo, EngineState
 
@@ -40,6 +42,7 @@ class Supervisor:
         self._lease_seconds = lease_seconds
         self._epochs = itertools.count()
         self._spec: EngineSpec | None = None
+        self._shapes = ShapeMemory(app)
         self._engine: Engine | None = None
         self._replacing: asyncio.Task[None] | None = None
         self._version = 0
@@ -76,6 +79,8 @@ class Supervisor:
             self._replace(spec, "")
         elif spec.deployed_seconds > current.deployed_seconds:
             self._spec = spec  # the same again
+            if self._engine is not None and not self._is_replacing:
+                self._shapes.keep(spec, self._engine.shape)
         return self._view()
 
     async def look(self, client_id: str, version: int) -> EngineView:
@@ -98,6 +103,22 @@ class Supervisor:
                 self._see(client_id)
         return self._view()
 
+    async def resize(self, tp_size: int | None, pp_size: int | None) -> Shape:
+        """Spread the engine over so many workers; None leaves a size as it is.
+
+        Returns the shape that it has when its group stands, which is what it has from now on, also
+        under the next supervisor. Raises ResizeError, see `Engine.resize`.
+        """
+        engine = self._engine
+        if engine is None or self._is_replacing:
+            raise ResizeError(f"there is no engine to resize: {self._info.reason}")
+        now = engine.shape
+        shape = Shape(tp_size or now.tensor_parallel_size, pp_size or now.pipeline_parallel_size)
+        await engine.resize(shape)
+        assert self._spec is not None, "there is an engine"
+        await asyncio.to_thread(self._shapes.keep, self._spec, shape)
+        return shape
+
     async def process_id(self) -> int:
         return os.getpid()
 
@@ -110,6 +131,7 @@ class Supervisor:
             app=self._app,
             model=self._spec.config.model.model if self._spec is not None else "no model",
             info=self._info if scheduler is None else scheduler.info,
+            shape=engine.shape if engine is not None else None,
             num_replicas=len(self._seen_seconds),
             scheduler_place=engine.scheduler_place if engine is not None else None,
             places=engine.places if engine is not None else (),
@@ -127,6 +149,7 @@ class Supervisor:
                 self._replacing.cancel()
             if self._engine is not None:
                 await self._engine.close(reason)
+            await asyncio.to_thread(self._shapes.forget)
             # Not `exit_actor`, which waits for the calls that are underway.
             ray.kill(ray.get_runtime_context().current_actor)
             await asyncio.Event().wait()
@@ -134,8 +157,12 @@ class Supervisor:
     # -- engines -------------------------------------------------------------------------
 
     @property
+    def _is_replacing(self) -> bool:
+        return self._replacing is not None and not self._replacing.done()
+
+    @property
     def _info(self) -> EngineInfo:
-        if self._replacing is not None and not self._replacing.done():
+        if self._is_replacing:
             return EngineInfo(
                 EngineState.STARTING, "the engine before this one is finishing its requests"
             )
@@ -144,12 +171,11 @@ class Supervisor:
         return self._engine.info
 
     def _view(self) -> EngineView:
-        is_replacing = self._replacing is not None and not self._replacing.done()
         return EngineView(
             version=self._version,
             fingerprint=self._spec.fingerprint if self._spec is not None else "",
             info=self._info,
-            scheduler=None if is_replacing or not self._engine else self._engine.scheduler,
+            scheduler=None if self._is_replacing or not self._engine else self._engine.scheduler,
             scheduler_id="" if self._engine is None else self._engine.scheduler_id,
         )
 
@@ -167,11 +193,13 @@ class Supervisor:
             await old.drain(reason, old.spec.config.server.drain_seconds)
             await old.close(reason)
         assert self._spec is not None, "replace sets it"
+        shape = await asyncio.to_thread(self._shapes.recall, self._spec)
         self._engine = Engine(
             self._spec,
             next_epoch=lambda: next(self._epochs),
             replicas=self._replicas,
             report=self._change,
+            shape=shape,
         )
         self._engine.start()
         # What holds changes when this task is done, so tell then.

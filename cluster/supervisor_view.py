@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.shape import Shape
 from scheduler.messages import EngineInfo
 from scheduler.status import SchedulerStatus
 
@@ -57,6 +58,8 @@ class AppStatus:
     app: str
     model: str
     info: EngineInfo
+    shape: Shape | None
+    """Of the last group that formed, or of the first one to come."""
     num_replicas: int
     """Ingress replicas that hold the lease."""
     scheduler_place: Place | None

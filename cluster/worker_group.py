@@ -8,7 +8,10 @@ answer is forgotten, and another process takes its rank, at the same place.
 """
 
 import asyncio
+import contextlib
 import logging
+import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +20,11 @@ import ray
 
 from cluster.link_choice import LinkOffers
 from cluster.placement import Placement
-from cluster.processes import WorkerProcess
-from cluster.ray_errors import awaited, sentence
+from cluster.processes import WorkerProcess, place_here
+from cluster.ray_errors import awaited, first_done, sentence
+from cluster.shape import Shape
 from cluster.supervisor_view import Place
-from configs import Device, ResolvedConfig
+from configs import Device, ParallelConfig, ResolvedConfig
 from configs.ranks import world_size
 from scheduler.errors import LinkError, ProtocolError
 from scheduler.messages import JoinGroup, WorkerHello, decode, encode
@@ -31,6 +35,9 @@ logger = logging.getLogger(__name__)
 _LOOPBACK = "127.0.0.1"
 _ANSWER_SECONDS = 5.0
 """Within which a process answers that is not stopped."""
+_PING_SECONDS = 5.0
+_LEAST_HANG_SECONDS = 10.0
+"""A process that imports torch on a busy machine can be silent for a while."""
 _LEAVE_SECONDS = 8.0
 """Within which a rank leaves its group: longer, because some can only after others were ended."""
 
@@ -48,6 +55,8 @@ class _Worker:
     calls: list[asyncio.Future[Any]] = field(default_factory=list)
     """Of the epoch, on the device's thread: `join` and `run`. The latter ends with the epoch or
     with the process, so waiting for it is the death notice."""
+    place: Place | None = None
+    """Once it has told."""
 
 
 class WorkerGroup:
@@ -57,11 +66,15 @@ class WorkerGroup:
         self, placement: Placement, loader: str, config: ResolvedConfig, device: Device
     ) -> None:
         """`loader`: see `EngineSpec.loader`."""
-        self._placement = placement
+        self.placement = placement
         self._loader = loader
         self._config = config
         self._device = device
         self._workers: dict[int, _Worker] = {}
+
+    @property
+    def shape(self) -> Shape:
+        return Shape.of(self._config.parallel)
 
     @property
     def num_ranks(self) -> int:
@@ -73,7 +86,18 @@ class WorkerGroup:
         return [self._workers[rank].handle for rank in sorted(self._workers)]
 
     async def places(self) -> list[Place]:
-        return list(await asyncio.gather(*(handle.place.remote() for handle in self.handles)))
+        workers = [self._workers[rank] for rank in sorted(self._workers)]
+        places = await asyncio.gather(*(worker.handle.place.remote() for worker in workers))
+        for worker, place in zip(workers, places, strict=True):
+            worker.place = place
+        return list(places)
+
+    async def check_shape(self, parallel: ParallelConfig) -> None:
+        """Raises RayTaskError if the model cannot be spread so; does nothing where no rank has
+        loaded it and could tell."""
+        with contextlib.suppress(ray.exceptions.RayActorError, TimeoutError):
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                await self._workers[0].handle.check_shape.remote(parallel)
 
     # -- the way into an epoch ------------------------------------------------------------
 
@@ -82,8 +106,8 @@ class WorkerGroup:
         missing = [rank for rank in range(self.num_ranks) if rank not in self._workers]
         actor = ray.remote(concurrency_groups=_CONCURRENCY_GROUPS)(WorkerProcess)
         for rank in missing:
-            options = self._placement.options_of(rank)
-            handle = actor.options(max_restarts=0, **options).remote(
+            options = self.placement.options_of(rank)
+            handle = actor.options(max_restarts=0, enable_task_events=False, **options).remote(
                 self._loader, self._config, self._device, rank
             )
             self._workers[rank] = _Worker(handle)
@@ -139,6 +163,26 @@ class WorkerGroup:
         ended = [rank for rank, call in last_calls.items() if call.done()]
         return f"worker {ended[0]} is lost: {sentence(last_calls[ended[0]].exception())}"
 
+    async def first_hang(self) -> str:
+        """Wait until a process that has answered once does so no longer; which one, and for how
+        long. Whether it is at work is told by the deadline of its steps."""
+        hangs = [asyncio.ensure_future(self._hang(rank)) for rank in self._workers]
+        return str(next(iter(await first_done(*hangs))).result())
+
+    async def _hang(self, rank: int) -> str:
+        handle = self._workers[rank].handle
+        seconds = max(_LEAST_HANG_SECONDS, self._config.server.step_deadline_seconds)
+        try:
+            await handle.place.remote()
+            while True:
+                await asyncio.sleep(_PING_SECONDS)
+                async with asyncio.timeout(seconds):
+                    await handle.place.remote()
+        except TimeoutError:
+            return f"worker {rank} is lost: it has not answered for {seconds:g} s"
+        except ray.exceptions.RayError:
+            return await asyncio.Future()  # its other calls fail, and say so
+
     # -- and out of it --------------------------------------------------------------------
 
     async def leave(self) -> int:
@@ -157,6 +201,7 @@ class WorkerGroup:
             why = await _reason_to_end(worker)
         except TimeoutError:
             why = f"it has not answered for {_ANSWER_SECONDS:g} s"
+            _kill_at_once(worker.place)
         except ray.exceptions.RayError as error:
             why = sentence(error)
         if why:
@@ -177,7 +222,7 @@ class WorkerGroup:
             await asyncio.wait(calls, timeout=_ANSWER_SECONDS)
         for worker in workers:
             ray.kill(worker.handle)
-        self._placement.remove()
+        self.placement.remove()
         await _settled(calls)
 
     def _call(self, rank: int, method: str, *arguments: Any) -> asyncio.Future[Any]:
@@ -199,6 +244,14 @@ async def _reason_to_end(worker: _Worker) -> str:
         if cause is not None and not isinstance(cause, _ERRORS_OF_AN_EPOCH):
             return sentence(error)
     return ""
+
+
+def _kill_at_once(place: Place | None) -> None:
+    """End a process of this machine that is stopped. Ray would give it five seconds, in which its
+    peers wait for it."""
+    if place is not None and place.node_id == place_here().node_id:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(place.process_id, signal.SIGKILL)
 
 
 def _on_device(handle: Any, method: str, *arguments: Any) -> asyncio.Future[Any]:

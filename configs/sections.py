@@ -186,7 +186,8 @@ class ServerConfig(Section):
     """`vllm`: `/metrics` also has the names that dashboards made for vLLM look for."""
     step_deadline_seconds: float = Field(30, gt=0)
     """How long a step may take before its workers count as lost. Steps that are slow in general
-    get more, and the first one of a new group has no limit."""
+    get more, and the first one of a new group gets `group_start_seconds`. A process that does not
+    answer at all counts as lost after the same time, but not before ten seconds."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least important lines that are logged. `info` has one line for each request, `debug`
     also one for each probe."""

@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -19,13 +18,17 @@ import msgspec
 from configs import ResolvedConfig
 from scheduler.clients import Clients
 from scheduler.core import SchedulerCore
-from scheduler.errors import LoopOverError
+from scheduler.crash import without_culprits
+from scheduler.errors import CoreCrashedError, LoopOverError
+from scheduler.event_loop import OnEventLoop
+from scheduler.group import GroupSize
 from scheduler.messages import (
     AbortRequests,
     EndReason,
     EndRequest,
     EngineInfo,
     EngineState,
+    InterruptionCause,
     PollAnswer,
     SubmitRequests,
     Tally,
@@ -48,17 +51,8 @@ RESUME_SECONDS = 2.0
 _TICK_SECONDS = 1.0
 _DRAIN_TICK_SECONDS = 0.05
 _TELL_SECONDS = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSize:
-    """What the workers of a group agreed on."""
-
-    num_ranks: int
-    num_blocks: int
-    """With the null block."""
-    max_model_len: int
-    vocab_size: int
+_CRASH_SECONDS = 2.0
+"""In which a process whose core has crashed can say what over."""
 
 
 def _end_process() -> None:
@@ -74,10 +68,10 @@ class SchedulerActor:
         on_crash: Callable[[], None] = _end_process,
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_crash` is called on the thread of the step loop after the core raised, `on_idle` on
-        the event loop about a second after the last request has ended."""
+        """Both are called on the event loop: `on_crash` a moment after the core raised, `on_idle`
+        about a second after the last request has ended."""
         self._config = config
-        self.on_crash = on_crash
+        self._end_process = on_crash
         self._on_idle = on_idle
         self._link: PlanLink | None = None
         self._loop: StepLoop | None = None
@@ -87,6 +81,8 @@ class SchedulerActor:
         self._drain_reason: str | None = None
         self._joined_epoch = -1
         self._loss: GroupLoss | None = None
+        self._crash: CoreCrashedError | None = None
+        self._culprits: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -99,15 +95,23 @@ class SchedulerActor:
         self._link = offer.open()
         return self._link.address
 
-    async def begin(self, epoch: int, size: GroupSize, awaited: Collection[str] = ()) -> None:
+    async def begin(
+        self,
+        epoch: int,
+        size: GroupSize,
+        awaited: Collection[str] = (),
+        culprits: Collection[str] = (),
+    ) -> None:
         """Go on under `epoch` over the open link; returns when all ranks have joined.
 
         A scheduler that begins for the first time holds new requests back until the replicas
-        `awaited` have resumed what they had under an earlier one. Raises RuntimeError with the
-        reason if the group is lost before all have joined.
+        `awaited` have resumed what they had under an earlier one; the requests `culprits` end
+        when they come. Raises RuntimeError with the reason if the group is lost before all have
+        joined, and CoreCrashedError.
         """
         assert self._link is not None, "begin comes after open_link"
         link, self._link = self._link, None
+        self._culprits = frozenset(culprits)
         if self._loop is None:
             self._loop = self._start_loop(epoch, size, frozenset(awaited))
         self._info = msgspec.structs.replace(
@@ -119,7 +123,7 @@ class SchedulerActor:
             block_size=self._config.cache.block_size,
             num_blocks=size.num_blocks,
         )
-        self._loop.begin(epoch, link, num_blocks=size.num_blocks, num_ranks=size.num_ranks)
+        self._loop.begin(epoch, link, size)
         await self._until(lambda: self._joined_epoch == epoch or self._loss_of(epoch) is not None)
         loss = self._loss_of(epoch)
         if loss is not None:
@@ -138,7 +142,8 @@ class SchedulerActor:
         loop = StepLoop(
             core,
             step_deadline_seconds=config.server.step_deadline_seconds,
-            listener=_OnEventLoop(self, asyncio.get_running_loop()),
+            first_step_seconds=config.server.group_start_seconds,
+            listener=OnEventLoop(self, asyncio.get_running_loop()),
         )
         loop.start()
         self._clients.wait_for(awaited)
@@ -148,22 +153,30 @@ class SchedulerActor:
         ]
         return loop
 
-    async def lose(self, epoch: int, reason: str) -> GroupLoss:
-        """Somebody knows that the group of `epoch` is lost: all that ran waits for the next one.
+    async def lose(
+        self, epoch: int, reason: str, cause: InterruptionCause = InterruptionCause.WORKER_LOST
+    ) -> GroupLoss:
+        """Somebody knows that the group of `epoch` is lost, or wants another one: all that ran
+        waits for the next one.
 
         What was noticed first, and when, if that is known already.
         """
         assert self._loop is not None, "there was a group"
-        self._loop.lose(epoch, reason)
+        self._loop.lose(epoch, reason, cause)
         return await self.wait_lost(epoch)
 
+    async def explain(self, reason: str) -> None:
+        """What the way to the next group is waiting for, to be told to whoever asks."""
+        if self._info.state is EngineState.RECOVERING:
+            self._set_state(EngineState.RECOVERING, reason)
+
     async def ping(self) -> None:
-        """Returns when the step loop has come round."""
+        """Returns when the step loop has come round. Raises CoreCrashedError."""
         if self._loop is not None:
             await self._run(lambda core, now: None)
 
     async def wait_lost(self, epoch: int) -> GroupLoss:
-        """Returns when the group of `epoch` is lost."""
+        """Returns when the group of `epoch` is lost. Raises CoreCrashedError."""
         await self._until(lambda: self._loss_of(epoch) is not None)
         loss = self._loss_of(epoch)
         assert loss is not None
@@ -236,8 +249,10 @@ class SchedulerActor:
         messages = decode(data, SubmitRequests).requests
         for message in messages:
             self._clients.see(message.client_id)
+        innocent, ends = without_culprits(messages, self._culprits)
+        self._clients.put(ends)
         try:
-            return encode(await self._run(lambda core, now: core.submit(messages, now)))
+            return encode(await self._run(lambda core, now: core.submit(innocent, now)))
         except LoopOverError as error:
             return encode(Unavailable(str(error)))
 
@@ -251,12 +266,14 @@ class SchedulerActor:
         """A PollAnswer: at once if there is news for this client, else after some seconds.
 
         A client that is not known is told so, and nothing else. A newer poll of the same client
-        lets the older one return without news.
+        lets the older one return without news. Raises CoreCrashedError.
         """
         client = self._clients.see(client_id)
         if not client.has_resumed:
             return encode(PollAnswer(0, (), self._info, is_new=True))
         number, batches = await client.take(last_batch)
+        if self._crash is not None:
+            raise self._crash
         return encode(PollAnswer(number, batches, self._info))
 
     async def exchange_counts(self, data: bytes) -> bytes:
@@ -279,13 +296,21 @@ class SchedulerActor:
         await self._run(lambda core, now: core.reset_prefix_cache())
 
     async def _run(self, function: Callable[[SchedulerCore, float], T]) -> T:
-        """Let the step loop run `function`; raises LoopOverError without one."""
+        """Let the step loop run `function`; raises LoopOverError without one, CoreCrashedError."""
         if self._loop is None:
             raise LoopOverError(self._info.reason)
-        return await asyncio.wrap_future(self._loop.call(function))
+        try:
+            return await asyncio.wrap_future(self._loop.call(function))
+        except LoopOverError:
+            if self._crash is not None:
+                raise self._crash from None
+            raise
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
+        """Raises CoreCrashedError when it can no longer come about."""
         while not is_so():
+            if self._crash is not None:
+                raise self._crash
             self._changed.clear()
             await self._changed.wait()
 
@@ -313,6 +338,12 @@ class SchedulerActor:
     def on_lost(self, loss: GroupLoss) -> None:
         self._loss = loss
         self._set_state(EngineState.RECOVERING, loss.reason)
+
+    def on_crash(self, crash: CoreCrashedError) -> None:
+        self._crash = crash
+        self._changed.set()
+        self._clients.wake()
+        asyncio.get_running_loop().call_later(_CRASH_SECONDS, self._end_process)
 
     def _set_state(self, state: EngineState, reason: str = "") -> None:
         if self._info.state is not EngineState.FAILED:
@@ -353,26 +384,6 @@ class SchedulerActor:
             self._loop.call(lambda core, now: core.abandon(client_id, now))
 
 
-class _OnEventLoop:
-    """Carries news from the thread of the step loop to the actor's event loop."""
-
-    def __init__(self, actor: SchedulerActor, event_loop: asyncio.AbstractEventLoop) -> None:
-        self._actor = actor
-        self._call = event_loop.call_soon_threadsafe
-
-    def on_joined(self, epoch: int) -> None:
-        self._call(self._actor.on_joined, epoch)
-
-    def on_news(self, batches: Mapping[str, TokenBatch], load: Load) -> None:
-        self._call(self._actor.on_news, batches, load)
-
-    def on_lost(self, loss: GroupLoss) -> None:
-        self._call(self._actor.on_lost, loss)
-
-    def on_crash(self) -> None:
-        self._actor.on_crash()
-
-
 def _end_by_id(ids: frozenset[str], core: SchedulerCore, now: float) -> int:
     found = [
         request.request_id
@@ -382,9 +393,3 @@ def _end_by_id(ids: frozenset[str], core: SchedulerCore, now: float) -> int:
     for request_id in found:
         core.end(EndRequest(request_id, EndReason.ABORT), now)
     return len(found)
-
-
-def _end_all(client_ids: frozenset[str], core: SchedulerCore, now: float) -> None:
-    for request in list(core.requests.values()):
-        if request.client_id in client_ids:
-            core.end(EndRequest(request.request_id, EndReason.ABORT), now)

@@ -14,7 +14,7 @@ from scheduler.accounting import Accounting
 from scheduler.admission import NAMES_OF_REFUSALS, AdmissionRules
 from scheduler.block_pool import AllBlocksCleared, CacheEvent
 from scheduler.errors import CacheInUseError, ProtocolError
-from scheduler.group import WorkerGroup
+from scheduler.group import Pipeline, WorkerGroup
 from scheduler.messages import (
     Accepted,
     Admission,
@@ -63,8 +63,7 @@ class SchedulerCore:
     ) -> None:
         """`scheduler` must be resolved (`configs.resolve`); `num_blocks` counts the null block.
 
-        `record_cache_events` is for whoever mirrors the prefix map, and empties
-        `take_cache_events` regularly.
+        Who sets `record_cache_events`, to mirror the prefix map, empties `take_cache_events`.
         """
         if not scheduler.enable_chunked_prefill and (
             scheduler.max_num_batched_tokens < max_model_len
@@ -86,7 +85,7 @@ class SchedulerCore:
         self._quarantine = Quarantine()
         self._new_group = partial(
             WorkerGroup,
-            steps_in_flight=scheduler.steps_in_flight,
+            pipeline=Pipeline(pipeline_stages, scheduler.steps_in_flight),
             hasher=BlockHasher(cache.block_size, cache.hash, cache.hash_seed or 0),
             block_size=cache.block_size,
             enable_prefix_caching=cache.enable_prefix_caching,
@@ -99,7 +98,6 @@ class SchedulerCore:
             group=self.group,
             accounting=self.accounting,
             quarantine=self._quarantine,
-            pipeline_stages=pipeline_stages,
         )
         self.waiting = self._planner.waiting
 
@@ -222,14 +220,18 @@ class SchedulerCore:
         if culprit is not None and culprit.status is Status.WAITING:
             self._finish(culprit, FinishReason.ERROR, now, error=VERDICT)
 
-    def begin_epoch(self, epoch: int, num_blocks: int, now: float) -> None:
-        """Go on under `epoch`, with a pool of `num_blocks`, in which nothing has run yet.
+    def begin_epoch(
+        self, epoch: int, num_blocks: int, now: float, pipeline: Pipeline | None = None
+    ) -> None:
+        """Go on under `epoch`, which need not be the next one, with an empty pool of `num_blocks`.
 
-        Between the loss of a group and the next one several epochs may pass.
+        `pipeline`: None for that of the epoch before.
         """
         assert epoch >= self.group.epoch, "epochs only rise"
         assert not self.group.window.next_step_id or epoch > self.group.epoch, "it has run"
-        self.group = self._planner.group = self._new_group(epoch=epoch, num_blocks=num_blocks)
+        pipeline = pipeline or self.group.pipeline
+        group = self._new_group(epoch=epoch, num_blocks=num_blocks, pipeline=pipeline)
+        self.group = self._planner.group = group
         for request in list(self.requests.values()):
             self._fit(request, now)
 
@@ -390,8 +392,6 @@ class SchedulerCore:
         self._quarantine.clear(request)
         del self.requests[request.request_id]
         self._tombstones.remember(request.request_id, now)
-
-    # -- the rest -----------------------------------------------------------------------
 
     def _is_known(self, request_id: str) -> bool:
         """It is alive, or it ended a short while ago. An end that came first does not count."""

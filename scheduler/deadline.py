@@ -11,12 +11,14 @@ class StepDeadline:
     """Watches the oldest step in flight of one epoch.
 
     It may take `least_seconds`, or 20 times what its tokens took in the median of the last 64
-    steps if that is longer. The first step has no limit: workers compile and capture in it.
+    steps if that is longer. The first one may take `first_seconds`: workers compile and capture
+    in it.
     Times are in seconds, from any clock that does not go back.
     """
 
-    def __init__(self, least_seconds: float) -> None:
+    def __init__(self, least_seconds: float, *, first_seconds: float) -> None:
         self._least_seconds = least_seconds
+        self._first_seconds = first_seconds
         self._in_flight: deque[tuple[float, int]] = deque()
         self._oldest_since_seconds = 0.0
         self._seconds_per_token: deque[float] = deque(maxlen=_NUM_SAMPLES)
@@ -36,10 +38,10 @@ class StepDeadline:
 
     def overdue_seconds(self, now: float) -> float | None:
         """How long the oldest step has taken, if that is too long."""
-        if not self._in_flight or not self._answered_any:
+        if not self._in_flight:
             return None
         _, num_tokens = self._in_flight[0]
-        limit_seconds = self._least_seconds
+        limit_seconds = self._least_seconds if self._answered_any else self._first_seconds
         if self._seconds_per_token:
             usual_seconds = num_tokens * median(self._seconds_per_token)
             limit_seconds = max(limit_seconds, _TIMES_THE_MEDIAN * usual_seconds)

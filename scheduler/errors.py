@@ -38,3 +38,15 @@ class GroupLostError(SchedulerError):
 
 class LoopOverError(SchedulerError):
     """The step loop has been stopped; nobody is left to do what was asked."""
+
+
+class CoreCrashedError(SchedulerError):
+    """The core raised what it must not; its process is about to end."""
+
+    def __init__(self, message: str, request_ids: tuple[str, ...] = ()) -> None:
+        """`request_ids`: what it was working on, as far as that is known."""
+        super().__init__(message, request_ids)
+        self.request_ids = request_ids
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -53,7 +53,6 @@ class StepPlanner:
         group: WorkerGroup,
         accounting: Accounting,
         quarantine: Quarantine,
-        pipeline_stages: int,
     ) -> None:
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
@@ -63,7 +62,6 @@ class StepPlanner:
             Priority(resume_first=config.resume_first) if config.policy == "priority" else Fcfs()
         )
         self._slot_preemption = config.policy == "priority" and config.slot_preemption
-        self._stages = pipeline_stages
         self._accounting = accounting
         self._quarantine = quarantine
         self._requeues = 0
@@ -121,8 +119,9 @@ class StepPlanner:
         running, block_size, window = group.running, group.kv.block_size, group.window
         planned, work, step_id = draft.planned, draft.work, draft.step_id
         # With pipeline stages every stage shall have a batch of its own to work on.
-        pipelined = self._stages > 1
-        decodes_left = -(-len(running) // self._stages) if pipelined else NEVER
+        num_stages = group.pipeline.num_stages
+        pipelined = num_stages > 1
+        decodes_left = -(-len(running) // num_stages) if pipelined else NEVER
         num_output_tokens = 0
         index = 0
         while index < len(running) and draft.budget:
@@ -307,7 +306,7 @@ class StepPlanner:
             budget=self._max_num_batched_tokens,
             chunk_limit=self._threshold,
             chunked=self._chunked,
-            pipelined=self._stages > 1,
+            pipelined=group.pipeline.num_stages > 1,
         ):
             group.running.remove(victim)
             self.interrupt(victim, InterruptionCause.SLOTS, now)
@@ -321,7 +320,7 @@ class StepPlanner:
         group.closed.clear()
         for request, num_hit in draft.opened:
             updates.append(_open(request, num_hit))
-        if self._stages == 1:
+        if group.pipeline.num_stages == 1:
             # Every worker appends what was sampled to its mirror itself; only blocks are news.
             for request in draft.grown:
                 updates.append(_extend(request, with_tokens=False))

@@ -16,14 +16,24 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from scheduler.core import SchedulerCore
+from scheduler.crash import core_crashed
 from scheduler.deadline import StepDeadline
-from scheduler.errors import CacheInUseError, GroupLostError, LinkError, LoopOverError
+from scheduler.errors import (
+    CacheInUseError,
+    CoreCrashedError,
+    GroupLostError,
+    LinkError,
+    LoopOverError,
+)
+from scheduler.group import GroupSize
 from scheduler.histogram import Histogram
 from scheduler.messages import (
     Heartbeat,
+    InterruptionCause,
     StepPlan,
     StepResult,
     TokenBatch,
@@ -94,7 +104,7 @@ class Listener(Protocol):
     def on_lost(self, loss: GroupLoss) -> None:
         """The group is lost, and all that ran waits for another one."""
 
-    def on_crash(self) -> None:
+    def on_crash(self, crash: CoreCrashedError) -> None:
         """The core raised. Nothing it holds can be trusted, so the process should end."""
 
 
@@ -102,15 +112,23 @@ class StepLoop:
     """Runs `core` on a thread of its own, from `start` to `stop`."""
 
     def __init__(
-        self, core: SchedulerCore, *, step_deadline_seconds: float, listener: Listener
+        self,
+        core: SchedulerCore,
+        *,
+        step_deadline_seconds: float,
+        first_step_seconds: float,
+        listener: Listener,
     ) -> None:
+        """See `StepDeadline` for the two limits."""
         self._core = core
-        self._step_deadline_seconds = step_deadline_seconds
+        self._new_deadline = partial(
+            StepDeadline, step_deadline_seconds, first_seconds=first_step_seconds
+        )
         self._listener = listener
         self._link: PlanLink = _NoLink()
         self._has_group = False
         self._missing_ranks: set[int] = set()
-        self._deadline = StepDeadline(step_deadline_seconds)
+        self._deadline = self._new_deadline()
         self._mailbox: deque[tuple[Call, Future[Any]]] = deque()
         self._events: deque[tuple[object, ...]] = deque(maxlen=_NUM_EVENTS_TOLD)
         self._load = Load()
@@ -145,7 +163,7 @@ class StepLoop:
             self._link.wake()
         return future
 
-    def begin(self, epoch: int, link: PlanLink, *, num_blocks: int, num_ranks: int) -> None:
+    def begin(self, epoch: int, link: PlanLink, size: GroupSize) -> None:
         """Go on under `epoch` with a new group, as soon as its ranks have said that they are there.
 
         From any thread. The link is the loop's from now on.
@@ -153,23 +171,25 @@ class StepLoop:
 
         def attach(core: SchedulerCore, now: float) -> None:
             self._lose("another group takes its place")
-            core.begin_epoch(epoch, num_blocks, now)
+            core.begin_epoch(epoch, size.num_blocks, now, size.pipeline)
             self._link = link
             self._has_group = True
-            self._missing_ranks = set(range(num_ranks))
-            self._deadline = StepDeadline(self._step_deadline_seconds)
+            self._missing_ranks = set(range(size.num_ranks))
+            self._deadline = self._new_deadline()
 
         self.call(attach)
 
-    def lose(self, epoch: int, reason: str) -> None:
-        """Give up the group of `epoch`, because somebody knows that it is lost. From any thread.
+    def lose(
+        self, epoch: int, reason: str, cause: InterruptionCause = InterruptionCause.WORKER_LOST
+    ) -> None:
+        """Give up the group of `epoch`, because somebody knows that it is lost, or wants another.
 
-        Nothing happens if that was known already.
+        Nothing happens if it was given up already. From any thread.
         """
 
         def lose(core: SchedulerCore, now: float) -> None:
             if core.group.epoch == epoch:
-                self._lose(reason)
+                self._lose(reason, cause)
 
         self.call(lose)
 
@@ -180,9 +200,9 @@ class StepLoop:
                     self._round()
                 except (GroupLostError, LinkError) as error:
                     self._lose(str(error))
-        except Exception:
+        except Exception as error:
             logger.exception("the scheduler core failed; last events: %s", list(self._events))
-            self._listener.on_crash()
+            self._listener.on_crash(core_crashed(error))
         finally:
             self._stopping = True
             self._refuse_calls()
@@ -233,7 +253,7 @@ class StepLoop:
             except _MISTAKES_OF_THE_CALLER as error:
                 future.set_exception(error)
             except Exception as error:
-                future.set_exception(error)
+                future.set_exception(core_crashed(error))
                 raise
             else:
                 future.set_result(answer)
@@ -283,7 +303,7 @@ class StepLoop:
             self._load = load
             self._listener.on_news(batches, load)
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, cause: InterruptionCause = InterruptionCause.WORKER_LOST) -> None:
         """Let everything wait for the next group; does nothing without one."""
         if not self._has_group:
             return
@@ -291,10 +311,12 @@ class StepLoop:
         loss = GroupLoss(
             core.group.epoch, reason, core.group.window.next_result_id, lost_seconds=time.time()
         )
-        logger.error("worker group lost in epoch %d: %s", loss.epoch, reason)
-        core.lose_group(time.monotonic())
+        is_fault = cause is InterruptionCause.WORKER_LOST
+        level = logging.ERROR if is_fault else logging.INFO
+        logger.log(level, "the worker group of epoch %d is given up: %s", loss.epoch, reason)
+        core.lose_group(time.monotonic(), cause=cause)
         self._link, self._has_group = _NoLink(), False
-        self._deadline = StepDeadline(self._step_deadline_seconds)
+        self._deadline = self._new_deadline()
         self._report()
         self._listener.on_lost(loss)
         link.close()

@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from configs import Device, ResolvedConfig
+from configs import Device, ParallelConfig, ResolvedConfig
 from scheduler.messages import (
     Heartbeat,
     JoinGroup,
@@ -48,6 +48,10 @@ class LoadedRank(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Run one plan to its end; a result on the rank that answers, None on the others."""
+        ...
+
+    def check_shape(self, parallel: ParallelConfig) -> None:
+        """Raises ConfigError or ModelError if the model cannot be spread so. From any thread."""
         ...
 
     def abort(self) -> None:
@@ -101,6 +105,11 @@ class WorkerActor:
         """Bring the weights into memory; does nothing when they are there."""
         if self._loaded is None:
             self._loaded = self._loader(self._config, self._device, self._rank)
+
+    def check_shape(self, parallel: ParallelConfig) -> None:
+        """See `LoadedRank.check_shape`; `load` comes first."""
+        assert self._loaded is not None, "load comes first"
+        self._loaded.check_shape(parallel)
 
     def join(self, data: bytes) -> bytes:
         """A JoinGroup in, a WorkerHello out; returns when all ranks have found each other."""

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from configs import Device, ResolvedConfig
+from configs import Device, ParallelConfig, ResolvedConfig
 from configs.ranks import world_size
 from scheduler.messages import JoinGroup, StepPlan, StepResult, WorkerHello
 from worker.distributed import Meeting
 from worker.errors import GroupBrokenError
 from worker.models.directory import find_model
 from worker.models.packaged import PACKAGED_MODELS
+from worker.models.shape import check_shape
 from worker.pull import pull
 from worker.rank import Rank
 
@@ -24,10 +25,11 @@ logger = logging.getLogger(__name__)
 class Member:
     """Implements `worker.actor.LoadedRank`."""
 
-    def __init__(self, rank: Rank, config: ResolvedConfig) -> None:
-        """`rank` has its weights."""
+    def __init__(self, rank: Rank, config: ResolvedConfig, directory: Path) -> None:
+        """`rank` has its weights, from `directory`."""
         self._rank = rank
         self._config = config
+        self._directory = directory
         self._store: dist.Store | None = None
 
     def join(self, message: JoinGroup, listener: socket.socket | None) -> WorkerHello:
@@ -63,6 +65,9 @@ class Member:
         store = dist.PrefixStore(message.store_prefix, self._store)
         return Meeting(store, message.host, patience_seconds)
 
+    def check_shape(self, parallel: ParallelConfig) -> None:
+        check_shape(self._directory, parallel)
+
     def execute(self, plan: StepPlan) -> StepResult | None:
         return self._rank.execute(plan)
 
@@ -83,8 +88,9 @@ def load_rank(config: ResolvedConfig, device: Device, rank: int) -> Member:
     if device == "cpu":
         num_threads = max(1, len(os.sched_getaffinity(0)) // world_size(config.parallel))
     loaded = Rank(config, rank, device=device, num_threads=num_threads)
-    loaded.load(model_directory(config))
-    return Member(loaded, config)
+    directory = model_directory(config)
+    loaded.load(directory)
+    return Member(loaded, config, directory)
 
 
 def model_directory(config: ResolvedConfig) -> Path:

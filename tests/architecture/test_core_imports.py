@@ -6,7 +6,15 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 FORBIDDEN = {"torch", "ray", "asyncio", "threading", "time", "os"}
-AROUND_THE_CORE = {"__main__", "actor", "clients", "replay", "simulate", "step_loop"}
+AROUND_THE_CORE = {
+    "__main__",
+    "actor",
+    "clients",
+    "event_loop",
+    "replay",
+    "simulate",
+    "step_loop",
+}
 
 
 def core_modules() -> list[Path]:

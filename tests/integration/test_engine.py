@@ -12,7 +12,7 @@ from cluster.engine import _with_hash_seed
 from cluster.engine_calls import connect
 from cluster.errors import EngineUnavailableError
 from cluster.supervisor import existing_supervisors, supervisor_of
-from configs import CacheConfig, Config, resolve
+from configs import CacheConfig, Config
 from scheduler.messages import EngineState, FinishReason, SamplingParams
 from tests.support.engines import (
     client_of,
@@ -29,10 +29,10 @@ SLOW = fake_spec("model.model=fake-20ms")
 
 def test_a_hash_seed_that_is_not_configured_is_drawn() -> None:
     """The core alone would take 0, with which everybody can compute contents that collide."""
-    seeds = {_with_hash_seed(resolve(Config(), "cpu")).cache.hash_seed for _ in range(3)}
+    seeds = {_with_hash_seed(Config()).cache.hash_seed for _ in range(3)}
     assert len(seeds) == 3
     assert None not in seeds
-    given = resolve(Config(cache=CacheConfig(hash_seed=0)), "cpu")
+    given = Config(cache=CacheConfig(hash_seed=0))
     assert _with_hash_seed(given).cache.hash_seed == 0
 
 

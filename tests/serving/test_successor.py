@@ -2,8 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -44,6 +43,7 @@ from tests.support.hosted_engine import (
     eventually,
     read,
     runs,
+    slow_engine,
 )
 
 
@@ -256,21 +256,6 @@ async def tell(client: EngineClient, number: int, sampling: SamplingParams) -> T
 
 async def tell_all(client: EngineClient) -> list[Told]:
     return list(await asyncio.gather(*(tell(client, i, s) for i, s in enumerate(SAMPLINGS))))
-
-
-@asynccontextmanager
-async def slow_engine() -> AsyncIterator[Engine]:
-    """Its workers take a moment for each step, so that there is something to interrupt."""
-
-    async def keep_answering(it: Engine) -> None:
-        while True:
-            it.link.release(it.link.num_held)
-            await asyncio.sleep(0.005)
-
-    async with engine(hold=True) as it:
-        answering = asyncio.create_task(keep_answering(it))
-        yield it
-        answering.cancel()
 
 
 @pytest.mark.parametrize("point", get_args(Point))

@@ -24,7 +24,9 @@ class Answered:
     usage: dict[str, Any]
     preemption: dict[str, Any] = field(default_factory=dict)
     token_logprobs: list[float] = field(default_factory=list)
-    """Of the choices of a completion, one after the other, where there are any."""
+    """Of the choices, one after the other, where there are any."""
+    num_comments: int = 0
+    """That kept its stream alive."""
 
     @property
     def content(self) -> tuple[object, ...]:
@@ -52,7 +54,9 @@ async def ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Ans
         stream = Stream().read([line async for line in answer.aiter_lines()])
     assert stream.error is None, stream.error
     assert stream.usage is not None
-    return _answered(stream.texts, stream.finishes, stream.usage, stream.logprobs)
+    answered = _answered(stream.texts, stream.finishes, stream.usage, stream.logprobs)
+    answered.num_comments = stream.num_comments
+    return answered
 
 
 def _answered(
@@ -61,13 +65,15 @@ def _answered(
     usage: dict[str, Any],
     logprobs: dict[int, dict[str, Any]],
 ) -> Answered:
-    rated = [
-        logprob
-        for index in sorted(logprobs)
-        for logprob in logprobs[index].get("token_logprobs", ())
-        if logprob is not None
-    ]
+    rated = [rating for index in sorted(logprobs) for rating in _ratings(logprobs[index])]
     return Answered(texts, finishes, usage, usage.get("preemption", {}), rated)
+
+
+def _ratings(logprobs: dict[str, Any]) -> list[float]:
+    """Of a chat's or a completion's choice."""
+    if "content" in logprobs:
+        return [token["logprob"] for token in logprobs["content"]]
+    return [rating for rating in logprobs["token_logprobs"] if rating is not None]
 
 
 def ask_all(

@@ -10,12 +10,12 @@ from scheduler.messages import (
     Accepted,
     EndReason,
     EndRequest,
-    M,
     NeverFits,
     QueueFull,
     decode,
     encode,
 )
+from scheduler.messages.wire import M
 from tests.support.episode_config import EpisodeConfig
 from tests.support.ledger import Ledger, MismatchError, Tracked
 from tests.support.workload import Job, Workload

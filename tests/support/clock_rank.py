@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from configs import Device, ResolvedConfig
+from configs import ConfigError, Device, ParallelConfig, ResolvedConfig
+from configs.ranks import world_size
 from scheduler.messages import JoinGroup, SeqOutput, StepPlan, StepResult, WorkerHello
 
 PERIOD_MS = 10_000
@@ -67,6 +68,10 @@ class ClockRank:
         now = clock_ms()
         outputs = tuple(SeqOutput(work.seq, (now,)) for work in plan.work if work.sample)
         return StepResult(plan.epoch, plan.step_id, outputs, self._step_seconds)
+
+    def check_shape(self, parallel: ParallelConfig) -> None:
+        if world_size(parallel) > 1:
+            raise ConfigError("the clock has one rank")
 
     def abort(self) -> None:
         pass

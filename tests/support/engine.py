@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from cluster.engine_client import EngineClient
 from cluster.errors import EngineBusyError
 from configs import Config, ResolvedConfig, resolve
-from scheduler.actor import GroupSize, SchedulerActor
+from scheduler.actor import SchedulerActor
 from scheduler.errors import CacheInUseError
+from scheduler.group import GroupSize
 from scheduler.messages import (
     AbortRequests,
     Admission,
@@ -72,6 +73,19 @@ class LocalEngine:
     actor: SchedulerActor
     link: LocalLink
     config: ResolvedConfig
+    size: GroupSize
+
+    async def lose_group(self, reason: str) -> None:
+        """The worker is gone, and somebody has noticed."""
+        await self.actor.lose(self.link.epoch, reason)
+
+    async def next_group(self) -> None:
+        """Another worker takes its place, once."""
+        epoch = self.link.epoch + 1
+        await self.actor.open_link(
+            LocalLink(self.link.worker, epoch, step_seconds=self.link.step_seconds)
+        )
+        await self.actor.begin(epoch, self.size)
 
     async def held_blocks(self) -> int:
         """Blocks of live requests."""
@@ -106,7 +120,7 @@ async def local_engine(
     client.start()
     try:
         await client.wait_ready(timeout_seconds=10)
-        yield LocalEngine(client, actor, link, resolved)
+        yield LocalEngine(client, actor, link, resolved, size)
     finally:
         await client.close()
         await actor.stop()

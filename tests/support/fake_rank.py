@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 
-from configs import Device, ResolvedConfig
+from configs import ConfigError, Device, ParallelConfig, ResolvedConfig
 from configs.ranks import place_of_rank
 from scheduler.messages import (
     JoinGroup,
@@ -73,6 +73,10 @@ class FakeRank:
                 self._poison_ids.add(update.seq.request_id)
         if any(work.seq.request_id in self._poison_ids for work in plan.work):
             os._exit(1)
+
+    def check_shape(self, parallel: ParallelConfig) -> None:
+        if parallel.pipeline_parallel_size > 1:
+            raise ConfigError("fake ranks hand nothing on: set pipeline_parallel_size to 1")
 
     def abort(self) -> None:
         self._aborted.set()

@@ -8,18 +8,21 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+import psutil
+import pytest
 
 from cluster.supervisor_view import AppStatus, Recovery
 from scheduler.messages import EngineState
-from tests.support.asking import Answered, ask_all
+from tests.support.asking import Answered, Job, ask_all
 from tests.support.serving import App
 
 RECOVERY_SECONDS = 90.0
+MAX_LOGPROB_ERROR = 1e-3
 _DEAD_SECONDS = 30.0
 _TICK_SECONDS = 0.02
-
-Job = tuple[str, dict[str, Any]]
+_STEPS_OF_A_START = 4
+"""So many are published only after some have been answered."""
 
 
 @dataclass
@@ -30,13 +33,22 @@ class Load:
     jobs: Sequence[Job]
     expected: Sequence[Answered]
     num_answers: int = 0
+    num_comments: int = 0
+    """That kept streams alive which stood still."""
     causes: Counter[str] = field(default_factory=Counter)
     """Why they were interrupted, over all answers."""
+
+    def of_first(self, num_jobs: int) -> "Load":
+        """A smaller one."""
+        return Load(self.app, self.jobs[:num_jobs], self.expected[:num_jobs])
 
     def run_once(self) -> None:
         answers = ask_all(self.app.url, list(self.jobs))
         for job, answer, expected in zip(self.jobs, answers, self.expected, strict=True):
             assert answer.content == expected.content, job
+            ratings = pytest.approx(expected.token_logprobs, abs=MAX_LOGPROB_ERROR)
+            assert answer.token_logprobs == ratings, job
+            self.num_comments += answer.num_comments
             self.causes.update(answer.preemption.get("causes", {}))
         self.num_answers += len(answers)
 
@@ -73,7 +85,9 @@ def undisturbed(app: App, jobs: Sequence[Job]) -> Load:
 
 
 def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
+    """Nothing happens if somebody else was faster."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def is_alive(pid: int) -> bool:
@@ -102,3 +116,29 @@ def wait_recovered(app: App, num_recoveries: int) -> Recovery:
         assert status.info.state is not EngineState.FAILED, status.info
         time.sleep(_TICK_SECONDS)
     raise AssertionError(f"not recovered after {RECOVERY_SECONDS} s: {status}")
+
+
+def wait_steady(app: App, epoch: int) -> AppStatus:
+    """The status once a group of a later epoch than `epoch` has done some steps."""
+    deadline = time.monotonic() + RECOVERY_SECONDS
+    status: AppStatus | None = None
+    while time.monotonic() < deadline:
+        status = app.status()
+        info, scheduler = status.info, status.scheduler
+        assert info.state is not EngineState.FAILED, info
+        if info.is_ready and info.epoch > epoch and scheduler is not None:
+            counters = scheduler.counters
+            if counters is not None and counters.next_step_id >= _STEPS_OF_A_START:
+                return status
+        time.sleep(_TICK_SECONDS)
+    raise AssertionError(f"no steps after {RECOVERY_SECONDS} s: {status}")
+
+
+def pids_of(title: str) -> list[int]:
+    """Of the processes of this test whose titles begin so, in no order."""
+    pids = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if " ".join(process.cmdline()).startswith(title):
+                pids.append(process.pid)
+    return pids

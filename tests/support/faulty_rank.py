@@ -1,18 +1,21 @@
 """Ranks with the real model that can be told to go wrong.
 
 Loaded by the name `LOADER`. A file in the folder of the model, named by `ask`, is consumed by its
-rank before the next step with work, which then fails, or hangs. A request with the seed
-`FAILING_SEED` alone fails with its second token, as if the model gave it no logits.
+rank before the next step with work, which then fails, or hangs; or before it joins a group, when it
+stops like a process that was sent SIGSTOP. A request with the seed `FAILING_SEED` alone fails with
+its second token, as if the model gave it no logits.
 """
 
+import os
+import signal
 import socket
 import time
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
-from configs import Device, ResolvedConfig
+from configs import Device, ParallelConfig, ResolvedConfig
 from scheduler.messages import (
     Close,
     JoinGroup,
@@ -25,14 +28,14 @@ from scheduler.messages import (
 )
 from worker.actor import LoadedRank
 
-Fault: TypeAlias = Literal["raise", "hang"]
+Fault: TypeAlias = Literal["raise", "hang", "stop"]
 
 LOADER = "tests.support.faulty_rank:load_faulty_rank"
 FAILING_SEED = 500
 
 
 def ask(model: Path, rank: int, fault: Fault) -> Path:
-    """Let `rank` go wrong in its next step; the file is gone when it has."""
+    """Let `rank` go wrong in its next step, or stop before it joins; the file is gone then."""
     path = model / f"{fault}-{rank}"
     path.touch()
     return path
@@ -43,12 +46,14 @@ class FaultyRank:
 
     def __init__(self, rank: LoadedRank, model: Path, number: int) -> None:
         self._rank = rank
-        self._faults = {fault: model / f"{fault}-{number}" for fault in ("raise", "hang")}
+        self._faults = {fault: model / f"{fault}-{number}" for fault in get_args(Fault)}
         self._num_tokens: dict[SeqRef, int] = {}
         """What each of the sequences that are to fail has yielded so far."""
 
     def join(self, message: JoinGroup, listener: socket.socket | None) -> WorkerHello:
         self._num_tokens.clear()
+        if self._take("stop"):
+            os.kill(os.getpid(), signal.SIGSTOP)
         return self._rank.join(message, listener)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
@@ -67,6 +72,9 @@ class FaultyRank:
             return result
         outputs = tuple(self._failed(output) for output in result.outputs)
         return msgspec.structs.replace(result, outputs=outputs)
+
+    def check_shape(self, parallel: ParallelConfig) -> None:
+        self._rank.check_shape(parallel)
 
     def abort(self) -> None:
         self._rank.abort()

@@ -1,15 +1,17 @@
 """The scheduler's mailbox and an ingress replica's client, in one process and without Ray."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.engine_client import EngineClient
 from cluster.errors import EngineLostError
 from configs import load, resolve
-from scheduler.actor import GroupSize, SchedulerActor
+from scheduler.actor import SchedulerActor
+from scheduler.errors import CoreCrashedError
+from scheduler.group import GroupSize
 from scheduler.messages import (
     AbortRequests,
     EndRequest,
@@ -48,24 +50,33 @@ class Calls:
         if self.is_cut:
             raise EngineLostError("the scheduler died")
 
-    async def submit(self, messages: Sequence[SubmitRequest]) -> SubmitAnswer:
+    @contextmanager
+    def _dying(self) -> Iterator[None]:
+        """A scheduler whose core crashed is as good as dead."""
         self._check()
-        data = await self.actor.submit(encode(SubmitRequests(tuple(messages))))
+        try:
+            yield
+        except CoreCrashedError as error:
+            raise EngineLostError(str(error)) from error
+
+    async def submit(self, messages: Sequence[SubmitRequest]) -> SubmitAnswer:
+        with self._dying():
+            data = await self.actor.submit(encode(SubmitRequests(tuple(messages))))
         return decode_submit_answer(data)
 
     async def resume(self, client_id: str, messages: Sequence[SubmitRequest]) -> SubmitAnswer:
-        self._check()
         data = encode(SubmitRequests(tuple(messages)))
-        return decode_submit_answer(await self.actor.resume(client_id, data))
+        with self._dying():
+            return decode_submit_answer(await self.actor.resume(client_id, data))
 
     async def end(self, message: EndRequest) -> None:
-        self._check()
-        await self.actor.end(encode(message))
+        with self._dying():
+            await self.actor.end(encode(message))
 
     async def poll(self, client_id: str, last_batch: int) -> PollAnswer:
         while True:
-            self._check()
-            data = await self.actor.poll(client_id, last_batch)
+            with self._dying():
+                data = await self.actor.poll(client_id, last_batch)
             if self.num_lost_answers:
                 self.num_lost_answers -= 1
                 continue
@@ -73,8 +84,8 @@ class Calls:
             return decode(data, PollAnswer)
 
     async def exchange_counts(self, report: Tally) -> TallyAnswer:
-        self._check()
-        return decode(await self.actor.exchange_counts(encode(report)), TallyAnswer)
+        with self._dying():
+            return decode(await self.actor.exchange_counts(encode(report)), TallyAnswer)
 
     async def abort(self, ids: Sequence[str]) -> int:
         return await self.actor.abort(encode(AbortRequests(tuple(ids))))
@@ -116,14 +127,17 @@ PROMPT = (1, 2, 3)
 
 @asynccontextmanager
 async def engine(
-    *overrides: str, hold: bool = False, awaited: tuple[str, ...] = ()
+    *overrides: str,
+    hold: bool = False,
+    awaited: tuple[str, ...] = (),
+    culprits: Collection[str] = (),
 ) -> AsyncIterator[Engine]:
     config = resolve(load(overrides=overrides, environ={}).config, "cpu")
     crashes: list[str] = []
     actor = SchedulerActor(config, on_crash=lambda: crashes.append("crash"))
     link = MemoryLink(NUM_BLOCKS, BLOCK_SIZE, epoch=EPOCH, hold=hold)
     await actor.open_link(link)
-    await actor.begin(EPOCH, SIZE, awaited)
+    await actor.begin(EPOCH, SIZE, awaited, culprits)
     calls = Calls(actor)
     client = EngineClient(calls)
     client.start()
@@ -134,6 +148,21 @@ async def engine(
         await client.close()
         await actor.stop()
     assert not crashes
+
+
+@asynccontextmanager
+async def slow_engine(*, culprits: Collection[str] = ()) -> AsyncIterator[Engine]:
+    """Its workers take a moment for each step, so that there is something to interrupt."""
+
+    async def keep_answering(it: Engine) -> None:
+        while True:
+            it.link.release(it.link.num_held)
+            await asyncio.sleep(0.005)
+
+    async with engine(hold=True, culprits=culprits) as it:
+        answering = asyncio.create_task(keep_answering(it))
+        yield it
+        answering.cancel()
 
 
 def runs(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:

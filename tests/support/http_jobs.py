@@ -16,7 +16,8 @@ OPENINGS = (
 
 
 def jobs(num_jobs: int, seed: int) -> list[Job]:
-    """Greedy and seeded requests to both endpoints, with choices, stop texts and penalties."""
+    """Greedy and seeded requests to both endpoints, with choices, stop texts, penalties, log
+    probabilities and least lengths."""
     rng = random.Random(seed)
     drawn: list[Job] = []
     for number in range(num_jobs):
@@ -32,9 +33,14 @@ def jobs(num_jobs: int, seed: int) -> list[Job]:
             body |= {"stop": [" She", " and the"]}
         if rng.random() < 0.3:
             body |= {"repetition_penalty": 1.1, "frequency_penalty": 0.2}
+        if number % 5 == 0:
+            body |= {"min_tokens": 25}
+        is_rated = number % 4 < 2
         if number % 3 == 0:
+            body |= {"logprobs": True, "top_logprobs": 1} if is_rated else {}
             drawn.append((CHAT, {**body, "messages": [{"role": "user", "content": text}]}))
         else:
+            body |= {"logprobs": 1} if is_rated else {}
             drawn.append((COMPLETIONS, {**body, "prompt": text}))
     return drawn
 
@@ -42,3 +48,7 @@ def jobs(num_jobs: int, seed: int) -> list[Job]:
 def the_other_way(work: list[Job]) -> list[Job]:
     """The same requests, where those that were streamed are not, and the others are."""
     return [(path, {**body, "stream": not body["stream"]}) for path, body in work]
+
+
+def num_sequences(work: list[Job]) -> int:
+    return sum(body.get("n", 1) for _, body in work)

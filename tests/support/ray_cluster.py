@@ -33,6 +33,9 @@ def set_environment() -> None:
     """For clusters of this process. Ray reads it when it is imported, so this comes first."""
     assert "ray" not in sys.modules, "ray has been imported, and has read another environment"
     os.environ.update(_ENVIRONMENT)
+    # Each of the many processes would compile torch's and Ray's modules again, for seconds.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from configs.ranks import ModelShape, kv_head_copies, layers_of_stage
+from configs.ranks import kv_head_copies, layers_of_stage
 from worker.models.base import Communicator, ModelSpec
 from worker.models.checkpoint import Checkpoint, digest
 from worker.models.config import DecoderConfig
@@ -23,6 +23,7 @@ from worker.models.linear import (
 from worker.models.llama import Attention, GatedMlp, Layer, LlamaDecoder
 from worker.models.norms import HeadNorm, Norm
 from worker.models.rope import Rope
+from worker.models.shape import shape_of
 from worker.models.sharding import TensorSlice, tensor_slice
 
 _log = logging.getLogger(__name__)
@@ -60,14 +61,8 @@ def load_llama(
     Each tensor is copied once, into its place; a packed linear frees its source before the
     next is read. Raises ModelError, or ConfigError where the ranks do not divide the model.
     """
-    shape = ModelShape(
-        num_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        mlp_size=config.intermediate_size,
-    )
     part = tensor_slice(
-        shape, config.vocab_size, rank=comm.rank, size=comm.size, num_stages=num_stages
+        shape_of(config), config.vocab_size, rank=comm.rank, size=comm.size, num_stages=num_stages
     )
     copies = kv_head_copies(config.num_kv_heads, comm.size)
     if copies > 1 and comm.rank == 0:

@@ -28,6 +28,7 @@ from worker.models.errors import BrokenModelError, UnsupportedModelError
 from worker.models.faster_modules import exchange_linears
 from worker.models.fields import Fields, read_architecture
 from worker.models.probe import NotANumberError, probe
+from worker.models.shape import refuse_several_ranks
 
 _log = logging.getLogger(__name__)
 
@@ -187,11 +188,7 @@ def load_with_transformers(
             f"that comes with a model is never run."
         )
     _refuse_what_is_no_plain_decoder(directory)
-    if num_ranks > 1:
-        raise UnsupportedModelError(
-            f"{architecture} runs through transformers' own code, which is not split over ranks; "
-            f"set tensor_parallel_size and pipeline_parallel_size to 1."
-        )
+    refuse_several_ranks(architecture, num_ranks)
     with Checkpoint(directory):
         pass  # Its errors say more than those of transformers: missing shards, pickle weights.
     _log.info("%s runs through transformers' own code", architecture)

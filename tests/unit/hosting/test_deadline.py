@@ -3,15 +3,16 @@
 from scheduler.deadline import StepDeadline
 
 
-def test_the_first_step_has_no_limit() -> None:
-    deadline = StepDeadline(30)
+def test_the_first_step_has_a_limit_of_its_own() -> None:
+    deadline = StepDeadline(30, first_seconds=600)
     assert deadline.overdue_seconds(1e9) is None
     deadline.published(100, 0.0)
-    assert deadline.overdue_seconds(1e9) is None
+    assert deadline.overdue_seconds(600.0) is None
+    assert deadline.overdue_seconds(601.0) == 601.0
 
 
 def test_the_limit_counts_from_when_the_step_became_the_oldest() -> None:
-    deadline = StepDeadline(30)
+    deadline = StepDeadline(30, first_seconds=600)
     deadline.published(1, 0.0)
     deadline.published(1, 0.0)
     deadline.answered(100.0)
@@ -22,7 +23,7 @@ def test_the_limit_counts_from_when_the_step_became_the_oldest() -> None:
 
 
 def test_slow_steps_in_general_get_more_in_proportion_to_their_tokens() -> None:
-    deadline = StepDeadline(30)
+    deadline = StepDeadline(30, first_seconds=600)
     now = 0.0
     for _ in range(10):
         deadline.published(10, now)
@@ -37,7 +38,7 @@ def test_slow_steps_in_general_get_more_in_proportion_to_their_tokens() -> None:
 
 
 def test_one_slow_step_does_not_move_the_limit() -> None:
-    deadline = StepDeadline(30)
+    deadline = StepDeadline(30, first_seconds=600)
     for step in range(11):
         deadline.published(1, 100.0 * step)
         deadline.answered(100.0 * step + (90 if step == 5 else 0.01))
@@ -46,7 +47,7 @@ def test_one_slow_step_does_not_move_the_limit() -> None:
 
 
 def test_a_step_of_updates_only_counts_for_no_speed() -> None:
-    deadline = StepDeadline(30)
+    deadline = StepDeadline(30, first_seconds=600)
     for step in range(3):
         deadline.published(0, float(step))
         deadline.answered(step + 0.5)

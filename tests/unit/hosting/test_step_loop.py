@@ -9,7 +9,8 @@ import pytest
 
 from configs import load, resolve
 from scheduler.core import SchedulerCore
-from scheduler.errors import CacheInUseError, LoopOverError
+from scheduler.errors import CacheInUseError, CoreCrashedError, LoopOverError
+from scheduler.group import GroupSize
 from scheduler.messages import (
     Heartbeat,
     SamplingParams,
@@ -37,6 +38,7 @@ class Listener:
     joined: threading.Event = field(default_factory=threading.Event)
     losses: list[GroupLoss] = field(default_factory=list)
     crashed: threading.Event = field(default_factory=threading.Event)
+    crashes: list[CoreCrashedError] = field(default_factory=list)
 
     def on_joined(self, epoch: int) -> None:
         self.joined.set()
@@ -49,7 +51,8 @@ class Listener:
     def on_lost(self, loss: GroupLoss) -> None:
         self.losses.append(loss)
 
-    def on_crash(self) -> None:
+    def on_crash(self, crash: CoreCrashedError) -> None:
+        self.crashes.append(crash)
         self.crashed.set()
 
     @property
@@ -80,6 +83,10 @@ class Host:
 PROMPT = (1, 2, 3)
 
 
+def size_of(num_ranks: int) -> GroupSize:
+    return GroupSize(num_ranks, NUM_BLOCKS, max_model_len=200, vocab_size=32)
+
+
 def eventually(is_so: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not is_so():
@@ -102,9 +109,14 @@ def make_host() -> Iterator[Callable[..., Host]]:
         )
         link = MemoryLink(NUM_BLOCKS, BLOCK_SIZE, epoch=EPOCH, hold=hold)
         listener = Listener()
-        loop = StepLoop(core, step_deadline_seconds=deadline_seconds, listener=listener)
+        loop = StepLoop(
+            core,
+            step_deadline_seconds=deadline_seconds,
+            first_step_seconds=600,
+            listener=listener,
+        )
         loop.start()
-        loop.begin(EPOCH, link, num_blocks=NUM_BLOCKS, num_ranks=num_ranks)
+        loop.begin(EPOCH, link, size_of(num_ranks))
         hosts.append(Host(loop, link, listener))
         return hosts[-1]
 
@@ -188,7 +200,7 @@ def test_after_a_loss_all_goes_on_with_the_next_group(
     assert host.listener.loads[-1].running_requests == 0
     host.link.say(StepResult(EPOCH, 2, ()))  # of a link that nobody listens to
     host.link = MemoryLink(NUM_BLOCKS, BLOCK_SIZE, epoch=EPOCH + 3)
-    host.loop.begin(EPOCH + 3, host.link, num_blocks=NUM_BLOCKS, num_ranks=1)
+    host.loop.begin(EPOCH + 3, host.link, size_of(num_ranks=1))
     expected = run_solo(PROMPT, SamplingParams(20, seed=1), 200).token_ids
     names = {"running", "waiting", "meanwhile"}
     eventually(lambda: host.listener.finished == names)
@@ -208,6 +220,7 @@ def test_a_result_that_nobody_asked_for_ends_the_process(
     assert not host.listener.losses
     assert "result of step 7" in caplog.text
     assert "('result', 3, 7)" in caplog.text, "the last events are told"
+    assert host.listener.crashes[0].request_ids == ()
 
 
 def test_a_mistake_of_a_caller_is_its_own(make_host: Callable[..., Host]) -> None:

@@ -4,6 +4,8 @@ from collections import Counter
 
 import pytest
 
+from scheduler.group import Pipeline
+from scheduler.messages import InterruptionCause
 from tests.support.drive import Driver, closed, extended, opened, scheduled, text
 
 
@@ -137,3 +139,26 @@ def test_text_does_not_depend_on_the_number_of_stages(
     driver.run()
     for name in "ABCDEF":
         assert driver.output(name) == driver.solo(name)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3)])
+def test_next_group_may_have_other_stages(before: int, after: int) -> None:
+    """The window, the batches of the stages, and who appends what was sampled are the new ones."""
+    driver = pipeline(num_stages=before, max_num_seqs=6)
+    for i in range(6):
+        driver.submit(f"r{i}", text(chr(97 + i), 10), max_tokens=12)
+    driver.steps(3)
+    driver.lose_group(cause=InterruptionCause.RESIZE)
+    core = driver.core
+    core.begin_epoch(core.group.epoch + 1, 60, driver.now, Pipeline(after, after + 1))
+    driver.plan()
+    driver.answer()
+    while driver.plan() is not None:
+        assert len(driver.in_flight) <= after + 1
+        assert len(scheduled(driver.in_flight[-1])) <= -(-6 // after)
+    assert len(driver.in_flight) == (after + 1 if after == 1 else after)
+    driver.run()
+    for i in range(6):
+        assert driver.output(f"r{i}") == driver.solo(f"r{i}")
+    bills = driver.core.accounting.by_cause
+    assert list(bills) == [InterruptionCause.RESIZE]
