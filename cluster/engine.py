@@ -287,7 +287,7 @@ class Engine:
         if waits:
             self.faults.restarted(new)
         seconds = config.server.group_start_seconds
-        async with workers.placement.time_limit(seconds, waits=waits, tell=self._tell_lacking):
+        async with workers.placement.time_limit(seconds, waits=waits, tell=self._tell_progress):
             joining = asyncio.ensure_future(self._load_and_join(workers, config))
             hang = asyncio.ensure_future(workers.first_hang())
             if joining not in await first_done(joining, hang):
@@ -356,11 +356,6 @@ class Engine:
     def _tell_progress(self, text: str) -> None:
         is_first = self.info.state is EngineState.STARTING
         self._set_info(EngineState.STARTING if is_first else EngineState.RECOVERING, text)
-
-    def _tell_lacking(self, lacking: str) -> None:
-        if lacking:
-            logger.warning("epoch %d: %s", self._epoch, lacking)
-        self._tell_progress(lacking or "all workers have a place, and those that are new load")
 
     def _set_info(self, state: EngineState, reason: str = "") -> None:
         if self._drain_reason and state in (EngineState.READY, EngineState.RECOVERING):

@@ -78,15 +78,17 @@ class Placement:
         """Raises TimeoutError if the body takes longer, and EngineStartError if that is because the
         cluster lacks something. `waits`: while it does, time does not count.
 
-        `tell` is called once with what it lacks, and with an empty text when all have a place.
+        `tell` is called with what it lacks, again and again, and when all have a place with that.
+        It is logged once.
         """
         clock, lacks = asyncio.get_running_loop().time, ""
 
         def report(lacking: str) -> None:
             nonlocal lacks
-            if bool(lacking) != bool(lacks):
-                tell(lacking)
+            if lacking and not lacks:
+                logger.warning("%s", lacking)
             lacks = lacking
+            tell(lacking or "all workers have a place, and those that are new load the model")
             if waits:
                 limit.reschedule(clock() + seconds)
 
@@ -117,10 +119,10 @@ class Placement:
         """One sentence on what was asked for, and what there is. Asks Ray."""
         kind, amount = _bundle_of_stage(self.parallel, self.device)
         total, free = ray.cluster_resources(), ray.available_resources()
-        stages = ""
-        if self.parallel.pipeline_parallel_size > 1:
-            stages = f"{self.parallel.pipeline_parallel_size - num_placed} machines or shares of "
-            stages += "one, each with "
+        num_stages, stages = self.parallel.pipeline_parallel_size, ""
+        if num_stages > 1:
+            missing = f"{num_stages - num_placed} of " if num_placed else ""
+            stages = f"{missing}{num_stages} machines or shares of one, each with "
         return (
             f"waiting for {stages}{amount:g} {kind}: the cluster has {total.get(kind, 0):g}, of "
             f"which {free.get(kind, 0):g} are free; stop what holds them, add machines, or lower "
@@ -153,10 +155,11 @@ def check_room(parallel: ParallelConfig, instead_of: Placement) -> None:
     machines = [node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]]
     num_shares = sum(int(total / amount) for total in machines)
     if num_shares < num_stages:
+        shares = f"{num_stages} machines or shares of one, each with " if num_stages > 1 else ""
         raise ResizeError(
-            f"it needs {num_stages} machines or shares of one, each with {amount:g} {kind}, and "
-            f"the machines of the cluster, with {', '.join(f'{n:g}' for n in machines)} each, have "
-            f"room for {num_shares}; add machines, or choose a smaller shape"
+            f"it needs {shares}{amount:g} {kind}, and the machines of the cluster, with "
+            f"{', '.join(f'{total:g}' for total in machines)}, have room for {num_shares} of that; "
+            f"add machines, or choose a smaller shape"
         )
     _, held_amount = _bundle_of_stage(instead_of.parallel, instead_of.device)
     free = ray.available_resources().get(kind, 0) + instead_of.num_placed() * held_amount

@@ -115,8 +115,8 @@ class Supervisor:
         now = engine.shape
         shape = Shape(tp_size or now.tensor_parallel_size, pp_size or now.pipeline_parallel_size)
         await engine.resize(shape)
-        assert self._spec is not None, "there is an engine"
-        await asyncio.to_thread(self._shapes.keep, self._spec, shape)
+        if self._spec is not None and not self._is_replacing:
+            await asyncio.to_thread(self._shapes.keep, self._spec, shape)
         return shape
 
     async def process_id(self) -> int:

@@ -95,9 +95,11 @@ class WorkerGroup:
     async def check_shape(self, parallel: ParallelConfig) -> None:
         """Raises RayTaskError if the model cannot be spread so; does nothing where no rank has
         loaded it and could tell."""
-        with contextlib.suppress(ray.exceptions.RayActorError, TimeoutError):
-            async with asyncio.timeout(_ANSWER_SECONDS):
-                await self._workers[0].handle.check_shape.remote(parallel)
+        for handle in self.handles:
+            with contextlib.suppress(ray.exceptions.RayActorError, TimeoutError):
+                async with asyncio.timeout(_ANSWER_SECONDS):
+                    if await handle.check_shape.remote(parallel):
+                        return
 
     # -- the way into an epoch ------------------------------------------------------------
 

@@ -106,10 +106,12 @@ class WorkerActor:
         if self._loaded is None:
             self._loaded = self._loader(self._config, self._device, self._rank)
 
-    def check_shape(self, parallel: ParallelConfig) -> None:
-        """See `LoadedRank.check_shape`; `load` comes first."""
-        assert self._loaded is not None, "load comes first"
-        self._loaded.check_shape(parallel)
+    def check_shape(self, parallel: ParallelConfig) -> bool:
+        """See `LoadedRank.check_shape`; False before `load`, when nobody can tell."""
+        loaded = self._loaded
+        if loaded is not None:
+            loaded.check_shape(parallel)
+        return loaded is not None
 
     def join(self, data: bytes) -> bytes:
         """A JoinGroup in, a WorkerHello out; returns when all ranks have found each other."""

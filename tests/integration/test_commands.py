@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-import ray
 
 from cluster.supervisor import existing_supervisors
 from scheduler.messages import SamplingParams
+from tests.support.commands import COMMAND, palimpsest
 from tests.support.engines import client_of, fake_spec, generate, request_of, stop
 
 APP = "commanded"
@@ -20,14 +20,6 @@ APP = "commanded"
 def app(ray_cluster: None) -> Iterator[str]:
     yield APP
     asyncio.run(stop(APP))
-
-
-def palimpsest(*arguments: str) -> subprocess.CompletedProcess[str]:
-    address = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "-c", "from cluster.cli import main; main()", *arguments]
-    return subprocess.run(
-        [*command, "--address", address], capture_output=True, text=True, timeout=60, check=False
-    )
 
 
 def test_status_and_stop(app: str) -> None:
@@ -43,12 +35,18 @@ def test_status_and_stop(app: str) -> None:
         assert found["engine"]["state"] == "ready"
         assert found["engine"]["num_blocks"] == 20
         assert len(found["places"]) == 1
+        assert found["shape"] == {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
         counters = found["counters"]
         assert counters["finished"] == {"length": 1}
         assert (counters["held_blocks"], counters["evictable_blocks"]) == (0, 2)
         assert counters["scheduled_prompt_tokens"] == 3
         assert found["timings"]["execute"]["median_ms"] > 0
-        for words in (f"{app} (fake) is ready", "rank 0", "2 evictable, 17 scratch, of 19"):
+        for words in (
+            f"{app} (fake) is ready",
+            "TP 1 x PP 1",
+            "rank 0",
+            "2 evictable, 17 scratch, of 19",
+        ):
             assert words in told.stdout
 
     asyncio.run(run())
@@ -62,9 +60,8 @@ def test_status_and_stop(app: str) -> None:
 
 
 def test_without_a_cluster_the_sentence_says_what_to_do() -> None:
-    command = "from cluster.cli import main; main()"
     asked = subprocess.run(
-        [sys.executable, "-c", command, "status", "--address", "127.0.0.1:1"],
+        [sys.executable, "-c", COMMAND, "status", "--address", "127.0.0.1:1"],
         capture_output=True,
         text=True,
         timeout=100,

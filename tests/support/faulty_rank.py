@@ -1,9 +1,10 @@
 """Ranks with the real model that can be told to go wrong.
 
 Loaded by the name `LOADER`. A file in the folder of the model, named by `ask`, is consumed by its
-rank before the next step with work, which then fails, or hangs; or before it joins a group, when it
-stops like a process that was sent SIGSTOP. A request with the seed `FAILING_SEED` alone fails with
-its second token, as if the model gave it no logits.
+rank before the next step with work, which then fails, or hangs; before it joins a group, when it
+stops like a process that was sent SIGSTOP; or before it loads the model, which then never comes to
+an end (`stall`). A request with the seed `FAILING_SEED` alone fails with its second token, as if the
+model gave it no logits.
 """
 
 import os
@@ -11,7 +12,7 @@ import signal
 import socket
 import time
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -28,14 +29,14 @@ from scheduler.messages import (
 )
 from worker.actor import LoadedRank
 
-Fault: TypeAlias = Literal["raise", "hang", "stop"]
+Fault: TypeAlias = Literal["raise", "hang", "stop", "stall"]
 
 LOADER = "tests.support.faulty_rank:load_faulty_rank"
 FAILING_SEED = 500
 
 
 def ask(model: Path, rank: int, fault: Fault) -> Path:
-    """Let `rank` go wrong in its next step, or stop before it joins; the file is gone then."""
+    """Let `rank` go wrong when it comes to that; the file is gone then."""
     path = model / f"{fault}-{rank}"
     path.touch()
     return path
@@ -46,21 +47,21 @@ class FaultyRank:
 
     def __init__(self, rank: LoadedRank, model: Path, number: int) -> None:
         self._rank = rank
-        self._faults = {fault: model / f"{fault}-{number}" for fault in get_args(Fault)}
+        self._model, self._number = model, number
         self._num_tokens: dict[SeqRef, int] = {}
         """What each of the sequences that are to fail has yielded so far."""
 
     def join(self, message: JoinGroup, listener: socket.socket | None) -> WorkerHello:
         self._num_tokens.clear()
-        if self._take("stop"):
+        if _take(self._model, self._number, "stop"):
             os.kill(os.getpid(), signal.SIGSTOP)
         return self._rank.join(message, listener)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         if plan.work:
-            if self._take("raise"):
+            if _take(self._model, self._number, "raise"):
                 raise RuntimeError("the test wants this model to fail")
-            while self._take("hang"):
+            while _take(self._model, self._number, "hang"):
                 time.sleep(3600)
         for update in plan.updates:
             if isinstance(update, Open) and update.sampling.seed == FAILING_SEED:
@@ -82,13 +83,6 @@ class FaultyRank:
     def leave(self) -> None:
         self._rank.leave()
 
-    def _take(self, fault: Fault) -> bool:
-        try:
-            self._faults[fault].unlink()
-        except FileNotFoundError:
-            return False
-        return True
-
     def _failed(self, output: SeqOutput) -> SeqOutput:
         """What a sequence yields instead, if it is to fail now."""
         if output.seq not in self._num_tokens:
@@ -99,7 +93,18 @@ class FaultyRank:
         return msgspec.structs.replace(output, token_ids=(), error="it was to fail")
 
 
+def _take(model: Path, rank: int, fault: Fault) -> bool:
+    try:
+        (model / f"{fault}-{rank}").unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def load_faulty_rank(config: ResolvedConfig, device: Device, rank: int) -> FaultyRank:
     from worker.member import load_rank
 
-    return FaultyRank(load_rank(config, device, rank), Path(config.model.model), rank)
+    model = Path(config.model.model)
+    while _take(model, rank, "stall"):
+        time.sleep(3600)
+    return FaultyRank(load_rank(config, device, rank), model, rank)

@@ -110,11 +110,11 @@ class Engine:
             arrival_seconds=0.0,
         )
 
-    async def next_group(self, epoch: int) -> None:
+    async def next_group(self, epoch: int, size: GroupSize = SIZE) -> None:
         """Let another worker take the place of the one that was lost."""
-        self.link = MemoryLink(NUM_BLOCKS, BLOCK_SIZE, epoch=epoch, hold=self.link.hold)
+        self.link = MemoryLink(size.num_blocks, BLOCK_SIZE, epoch=epoch, hold=self.link.hold)
         await self.actor.open_link(self.link)
-        await self.actor.begin(epoch, SIZE)
+        await self.actor.begin(epoch, size)
 
     async def num_open(self) -> int:
         counters = (await self.actor.status()).counters

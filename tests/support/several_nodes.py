@@ -8,24 +8,19 @@ over HTTP, and prints as JSON what both said. A process of its own, because a pr
 """
 
 import asyncio
-import contextlib
 import json
-import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.support.leftovers import Leftovers
+from tests.support.nodes import HOSTS, ray_nodes
 from tests.support.ray_cluster import set_environment
 
-# Not 127.0.0.1, which Ray replaces by the address of the machine.
-HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 NUM_BLOCKS = 25
-_OBJECT_STORE_BYTES = 80 << 20
 _PATIENCE_SECONDS = 15.0
 PROMPTS = (
     "Once upon a time, there was a little girl named Lily.",
@@ -50,31 +45,6 @@ class Said:
     listening: list[str]
     """Addresses on which the engine listens, in its range of ports."""
     held_blocks: int
-
-
-@contextlib.contextmanager
-def three_nodes() -> Iterator[None]:
-    """A Ray cluster of which nothing is left; `set_environment` comes first."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    folder = tempfile.mkdtemp(prefix="ray-")
-    common = {"object_store_memory": _OBJECT_STORE_BYTES, "temp_dir": folder}
-    cluster = Cluster()
-    try:
-        for host in HOSTS:  # of one CPU, and so with room for one stage
-            cluster.add_node(num_cpus=1, node_ip_address=host, include_dashboard=False, **common)
-        ray.init(
-            address=cluster.address,
-            namespace="tests",
-            log_to_driver=False,
-            _node_ip_address=HOSTS[0],
-        )
-        yield
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def observe(app: Any) -> Said:
@@ -122,7 +92,7 @@ def run(model: Path) -> dict[str, Said]:
     from tests.support.served_model import ready_to_serve
     from tests.support.serving import deployed, free_port, serve_on
 
-    with tempfile.TemporaryDirectory() as folder, three_nodes():
+    with tempfile.TemporaryDirectory() as folder, ray_nodes(HOSTS):
         directory = ready_to_serve(model, Path(folder))
         port = free_port()
         common = (

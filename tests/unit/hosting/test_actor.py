@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ from cluster.engine_client import EngineClient
 from cluster.errors import EngineUnavailableError
 from configs import load, resolve
 from scheduler.actor import SchedulerActor
+from scheduler.group import Pipeline
 from scheduler.messages import (
     Accepted,
     EndReason,
     EndRequest,
     EngineState,
     FinishReason,
+    InterruptionCause,
     PollAnswer,
     QueueFull,
     SamplingParams,
@@ -33,6 +36,7 @@ from tests.support.hosted_engine import (
     EPOCH,
     EXPECTED,
     NUM_BLOCKS,
+    SIZE,
     Calls,
     engine,
     eventually,
@@ -253,3 +257,28 @@ def test_no_token_id_and_no_salt_reaches_the_log(caplog: pytest.LogCaptureFixtur
     assert "they differ" in caplog.text
     for private in (str(canary), "secret-salt", "7654321", repr(pack_token_ids([canary]))[2:-1]):
         assert private not in caplog.text
+
+
+@runs
+async def test_a_resized_group_goes_on_with_what_fits_and_tells_what_it_waits_for() -> None:
+    async with engine(hold=True) as it:
+        await it.actor.explain("too early to explain anything")
+        await it.client.submit([it.request("short"), it.request("long", 150)])
+        reading = {name: asyncio.create_task(read(it.client, name)) for name in ("short", "long")}
+        for _ in range(70):
+            await eventually(lambda: it.link.num_held)
+            it.link.release()
+        await it.actor.lose(EPOCH, "the workers change", InterruptionCause.RESIZE)
+        await it.actor.explain("waiting for 1 GPU")
+        await eventually(lambda: it.client.info().reason == "waiting for 1 GPU")
+        assert it.client.info().state is EngineState.RECOVERING
+        # The pool holds 64 tokens from now on, which is less than one of them has.
+        await it.next_group(EPOCH + 1, replace(SIZE, num_blocks=5, pipeline=Pipeline(1, 4)))
+        assert (await reading["long"])[1] is FinishReason.LENGTH
+        assert await reading["short"] == (EXPECTED, FinishReason.LENGTH)
+        await it.client.submit([it.request("next")])
+        await eventually(lambda: it.link.num_held == 4)
+        assert it.client.info().capacity_tokens == 64
+        counters = (await it.actor.status()).counters
+        assert counters is not None
+        assert counters.preemptions == {"resize": 1}, "the short one had ended"
