@@ -3,8 +3,8 @@
 Loaded by the name `LOADER`. A file in the folder of the model, named by `ask`, is consumed by its
 rank before the next step with work, which then fails, or hangs; before it joins a group, when it
 stops like a process that was sent SIGSTOP; or before it loads the model, which then never comes to
-an end (`stall`). A request with the seed `FAILING_SEED` alone fails with its second token, as if the
-model gave it no logits.
+an end (`stall`). A request with the seed `FAILING_SEED` alone fails with its second token, as if
+the model gave it no logits.
 """
 
 import os
