@@ -8,9 +8,11 @@ TEST_PROCESSES ?= auto
 
 PACKAGES := cluster worker scheduler configs helm tests
 # Bytecode comes with the first import, and only for what is imported: a quarter less to do.
+# Without it each of the many processes would compile torch and Ray again.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt
-HARD_STOP := $(if $(shell command -v timeout),timeout --kill-after=30 $(HARD_STOP_MINUTES)m)
-PYTEST := $(HARD_STOP) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup
+HARD_STOP = $(if $(shell command -v timeout),timeout --kill-after=30 $(HARD_STOP_MINUTES)m)
+PYTEST = $(HARD_STOP) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -28,6 +30,7 @@ check: lint ## lint, types, import contracts, unit and architecture tests: no ra
 test: setup-test lint ## what a change has to pass: `check`, and every test not marked `full`
 	$(PYTEST) tests -m "not full"
 
+test-full: HARD_STOP_MINUTES := 70
 test-full: setup-test lint ## every test, the long ones too
 	$(PYTEST) tests
 

@@ -75,6 +75,8 @@ def application(
             api_keys=_digests(server.api_keys),
             admin_key=_digests([server.admin_key] if server.admin_key else []),
             allowed_origins=server.allowed_origins,
+            # Serve adds the header to all that it passes on, and also where a replica listens.
+            sends_request_id=False,
             max_waiting_requests=config.scheduler.max_waiting_requests,
             max_waiting_tokens=config.scheduler.max_waiting_tokens,
             metrics_compat=server.metrics_compat,

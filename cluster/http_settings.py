@@ -16,7 +16,7 @@ class HttpSettings:
     allowed_origins: tuple[str, ...] = ()
     """Origins of the web pages whose scripts may call; `*`: all."""
     sends_request_id: bool = True
-    """Off behind a proxy that adds the header `x-request-id` itself, as Ray Serve's does."""
+    """Off where somebody else adds the header `x-request-id`, as Ray Serve does."""
     keep_alive_seconds: float = 10.0
     """After so long without news a stream says that it is still there."""
     max_waiting_requests: int = 2048

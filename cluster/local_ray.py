@@ -22,6 +22,8 @@ from cluster.errors import CommandError
 _OBJECT_STORE_BYTES = 256 << 20
 _SHUTDOWN_SECONDS = 20.0
 _CONNECT_SECONDS = 5.0
+# Ray itself tries for twenty, which are wasted on a cluster with a key that we do not have.
+_JOIN_SECONDS = 3
 _GRACE_SECONDS = 3.0
 
 # For a cluster of ours; whoever sets one of these means it.
@@ -135,6 +137,7 @@ def _at_most(seconds: float, last_act: Callable[[], None]) -> Iterator[None]:
 def joined_cluster(address: str, *, shows_logs: bool = False) -> Iterator[None]:
     """A connection to the Ray cluster at `address`. Raises NoClusterError if there is none."""
     _check_something_listens(address)
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(_JOIN_SECONDS))
     if address in _noted_clusters():
         # It listens on the loopback interface, where Ray would not look for it by itself.
         _set_environment({})
@@ -162,9 +165,15 @@ def _check_something_listens(address: str) -> None:
 
 
 def _no_cluster(address: str, error: Exception) -> NoClusterError:
+    reason = str(error).splitlines()[0]
+    if address == AUTO:
+        return NoClusterError(
+            f"There is no Ray cluster to join on this machine ({reason}); `palimpsest serve` "
+            f"starts one, and --address names another."
+        )
     return NoClusterError(
-        f"There is no Ray cluster to join at {address} ({str(error).splitlines()[0]}); start one "
-        f"with `ray start --head`, or leave --address out."
+        f"There is no Ray cluster to join at {address} ({reason}); start one with `ray start "
+        f"--head`, or leave --address out."
     )
 
 

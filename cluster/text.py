@@ -106,6 +106,7 @@ class TextCodec:
     def __init__(
         self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, executor: Executor
     ) -> None:
+        _keep_no_prompts(tokenizer)
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._executor = executor
@@ -227,6 +228,15 @@ def _offsets(spans: Sequence[tuple[int, int]]) -> list[int]:
         offsets.append(end if start == stop else min(start, end))
         end = max(end, stop)
     return offsets
+
+
+def _keep_no_prompts(tokenizer: Tokenizer) -> None:
+    """A tokenizer remembers the words it has seen. One that does not split a text into words would
+    remember whole prompts, up to 10,000 of them and 20 MB, and never see one again."""
+    splitter = tokenizer.pre_tokenizer
+    splits = splitter is not None and len(splitter.pre_tokenize_str("two words")) > 1
+    if not splits and hasattr(tokenizer.model, "_resize_cache"):
+        tokenizer.model._resize_cache(0)
 
 
 def _load_tokenizer(directory: Path) -> Tokenizer:

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,36 +10,21 @@ import pytest
 
 from tests.support.asking import COMPLETIONS, body_of, both, whole
 from tests.support.events import Stream
-from tests.support.serving import App, deployed, session_logs
+from tests.support.serving import ADMIN_KEY, ORIGIN, App, session_logs
 
 # Starting an engine may take longer than any of the tests.
 pytestmark = pytest.mark.timeout(func_only=True)
 
 OPENING = "Once upon a time, there was a little girl named Lily."
-ADMIN = {"authorization": "Bearer admin-key"}
-ORIGIN = "https://friend.example"
+ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
 ENDLESS = {"max_tokens": 1500, "ignore_eos": True, "stream": True}
 
 
-@pytest.fixture(scope="module")
-def app(port: int, model: Path) -> Iterator[App]:
-    overrides = (
-        f"model.model={model}",
-        "model.served_model_name=[first, second]",
-        "cache.num_blocks=2000",
-        "server.log_format=json",
-        f"server.allowed_origins={ORIGIN}",
-    )
-    environ = {"PALIMPSEST_ADMIN_KEY": "admin-key"}
-    with deployed("api", port, *overrides, environ=environ) as app:
-        yield app
-
-
 @pytest.fixture
-def client(app: App) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=app.url, timeout=60) as client:
+def client(roomy: App) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=roomy.url, timeout=60) as client:
         yield client
-    app.wait_idle()
+    roomy.wait_idle()
 
 
 def test_ratings_and_ids(client: httpx.Client) -> None:
@@ -54,7 +38,7 @@ def test_ratings_and_ids(client: httpx.Client) -> None:
     assert answer["model"] == "first"
 
 
-def test_administration(client: httpx.Client, app: App) -> None:
+def test_administration(client: httpx.Client, roomy: App) -> None:
     body = body_of(COMPLETIONS, OPENING, **ENDLESS)
     headers = {"x-request-id": "to-be-ended"}
     with client.stream("POST", COMPLETIONS, json=body, headers=headers) as answer:
@@ -70,7 +54,7 @@ def test_administration(client: httpx.Client, app: App) -> None:
         ended = client.post("/abort", json={"request_ids": ["to-be-ended"]}, headers=ADMIN)
         assert ended.json() == {"aborted": 1}
         assert Stream().read([first, *lines]).finishes == {0: "abort"}
-    app.wait_idle()
+    roomy.wait_idle()
     assert client.post("/reset_prefix_cache", headers=ADMIN).json() == {"reset": True}
     usage = whole(client, COMPLETIONS, body_of(COMPLETIONS, OPENING, max_tokens=1))["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
@@ -84,7 +68,8 @@ def test_a_page_may_ask(client: httpx.Client) -> None:
 
 def test_logs_are_objects_with_the_id_of_the_request(client: httpx.Client) -> None:
     body = body_of(COMPLETIONS, OPENING, max_tokens=1)
-    client.post(COMPLETIONS, json=body, headers={"x-request-id": "seen-in-the-log"})
+    answer = client.post(COMPLETIONS, json=body, headers={"x-request-id": "seen-in-the-log"})
+    assert answer.headers.get_list("x-request-id") == ["seen-in-the-log"]
     deadline = time.monotonic() + 10
     while not (found := _lines_with("seen-in-the-log")) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -16,7 +16,7 @@ from tests.support.chart_node import ChartNode, chart_node
 from worker.pull import pull
 
 # Ray, its dashboard, Serve and an engine are started, and the model may have to be fetched.
-pytestmark = pytest.mark.timeout(func_only=True)
+pytestmark = [pytest.mark.timeout(func_only=True), pytest.mark.xdist_group("chart deployment")]
 
 COMPLETIONS = "/v1/completions"
 UNUSED_PORTS = {10001: "Ray client", 9101: "HAProxy's metrics", 8404: "HAProxy's statistics"}

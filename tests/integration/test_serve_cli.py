@@ -23,7 +23,7 @@ from tests.support.models import make_stories_stand_in
 from tests.support.served_model import ready_to_serve
 from tests.support.serving import HOST, free_port
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(400), pytest.mark.xdist_group("serve cli")]
 
 START_SECONDS = 120.0
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serve.yaml"

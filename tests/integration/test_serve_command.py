@@ -14,16 +14,17 @@ from pathlib import Path
 
 import httpx
 import openai
+import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from tests.support.asking import ask, with_client
+from tests.support.asking import ask, ask_all, with_client
 from tests.support.leftovers import Leftovers, assert_nothing_left
 from tests.support.references import REFERENCES_FILE
 from tests.support.serving import HOST, free_port
 
 # The model is fetched and converted on the first run of all.
-pytestmark = pytest.mark.timeout(func_only=True)
+pytestmark = [pytest.mark.timeout(func_only=True), pytest.mark.xdist_group("serve command")]
 
 START_SECONDS = 240.0
 STOP_SECONDS = 30.0
@@ -143,6 +144,7 @@ def test_the_official_client(server: Server) -> None:
             stream=True,
             stream_options={"include_usage": True},
         )
+        assert len(stream.response.headers.get_list("x-request-id")) == 1
         chunks = list(stream)
         assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
         assert chunks[-1].usage is not None
@@ -255,4 +257,38 @@ def test_what_a_killed_server_left_is_removed(tmp_path: Path) -> None:
     again = start(tmp_path / "again", port=killed.port, environment=state)
     again.wait_ready()
     assert again.interrupt() == 0, again.output
+    assert_nothing_left(before)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_several_replicas_behind_the_proxy_of_serve(tmp_path: Path) -> None:
+    """Streams and whole answers through both, the same text from each; and nothing is left."""
+    before = Leftovers.now()
+    server = start(tmp_path / "output", "server.num_replicas=2")
+    try:
+        server.wait_ready()
+        body = {"prompt": "One two three", "temperature": 0, "max_tokens": 24}
+        work = [(COMPLETIONS, {**body, "stream": number % 2 == 0}) for number in range(24)]
+        answers = ask_all(server.url, work)
+        assert len({answer.texts[0] for answer in answers}) == 1
+        assert {answer.usage["completion_tokens"] for answer in answers} == {24}
+        answer = httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "mine"})
+        assert answer.headers.get_list("x-request-id") == ["mine"]
+        replicas = [
+            process
+            for process in psutil.Process(server.process.pid).children(recursive=True)
+            if " ".join(process.cmdline()).startswith("ray::ServeReplica")
+        ]
+        assert len(replicas) == 2
+        endless = {**body, "ignore_eos": True, "max_tokens": 4000, "stream": True}
+        with httpx.stream("POST", f"{server.url}{COMPLETIONS}", json=endless, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            assert server.interrupt() == 0, server.output
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+    finally:
+        if server.process.poll() is None:
+            os.killpg(server.process.pid, signal.SIGKILL)
+            server.process.wait()
     assert_nothing_left(before)

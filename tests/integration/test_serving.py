@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from tests.support.asking import CHAT, COMPLETIONS, ask, ask_all, with_client
 from tests.support.engines import counted_between
 from tests.support.events import Stream
-from tests.support.faulty_rank import FAILING_SEED, LOADER
+from tests.support.faulty_rank import FAILING_SEED, LOADER, slowed
 from tests.support.http_jobs import OPENINGS, jobs, the_other_way
 from tests.support.serving import App, deployed, session_logs
 
@@ -31,12 +31,6 @@ pytestmark = pytest.mark.timeout(func_only=True)
 NUM_CLIENTS = 32
 TIGHT_BLOCKS = 41
 CANARY, API_KEY = "canary-7f3e91", "key-b81c44"
-
-
-@pytest.fixture(scope="module")
-def roomy(port: int, model: Path) -> Iterator[App]:
-    with deployed("roomy", port, f"model.model={model}", "cache.num_blocks=2000") as app:
-        yield app
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +148,7 @@ def test_two_applications_do_not_disturb_each_other(apps: tuple[App, App]) -> No
     """The same requests, alone and beside a busy neighbour: equal texts and equal counters."""
     roomy, tight = apps
     work = [
-        (COMPLETIONS, {"prompt": f"{text} {OPENINGS[number]}", "max_tokens": 40, "temperature": 0})
+        (COMPLETIONS, {"prompt": f"{text} {OPENINGS[number]}", "max_tokens": 25, "temperature": 0})
         for number, text in enumerate(("It was late.", "It was warm.", "It was fun."))
     ]
 
@@ -168,23 +162,31 @@ def test_two_applications_do_not_disturb_each_other(apps: tuple[App, App]) -> No
     alone = run_one_by_one()
     assert alone[1]["hits_tokens"] > 0
     with ThreadPoolExecutor(1) as pool:
-        neighbour = pool.submit(ask_all, tight.url, jobs(NUM_CLIENTS, seed=2))
+        neighbour = pool.submit(ask_all, tight.url, jobs(NUM_CLIENTS // 2, seed=2))
         assert run_one_by_one() == alone
         neighbour.result()
 
 
-def test_a_redeploy_cuts_no_stream(apps: tuple[App, App]) -> None:
-    roomy, _ = apps
-    body = {"prompt": OPENINGS[3], "temperature": 0, "ignore_eos": True, "max_tokens": 400}
-    work = [(COMPLETIONS, {**body, "stream": True})] * 8
-    expected = ask_all(roomy.url, work[:1])[0].content
-    with ThreadPoolExecutor(1) as pool:
-        streams = pool.submit(ask_all, roomy.url, work)
-        time.sleep(0.5)
-        roomy.redeploy(server={"max_queue_seconds": 555.0})
-        answers = ask_all(roomy.url, [(COMPLETIONS, {**body, "max_tokens": 5})])
-        assert answers[0].usage["completion_tokens"] == 5
-        assert [answer.content for answer in streams.result()] == [expected] * 8
+def test_a_redeploy_cuts_no_stream(roomy: App, model: Path) -> None:
+    """Streams that began before it and end after it, while the next replica answers already."""
+    body = {"prompt": OPENINGS[3], "temperature": 0, "ignore_eos": True, "max_tokens": 1200}
+    expected = ask_all(roomy.url, [(COMPLETIONS, body)])[0].content
+    with ThreadPoolExecutor(2) as pool:
+        with slowed(model):
+            streams = pool.submit(ask_all, roomy.url, [(COMPLETIONS, {**body, "stream": True})] * 3)
+            while roomy.counters().open_requests < 3:
+                time.sleep(0.05)
+            # Serve calls it done when the old replica is gone, which waits for its streams.
+            redeploying = pool.submit(roomy.redeploy, server={"max_queue_seconds": 555.0})
+            while roomy.replica_states() != {"RUNNING": 1, "STOPPING": 1}:
+                assert not redeploying.done()
+                time.sleep(0.05)
+            answers = ask_all(roomy.url, [(COMPLETIONS, {**body, "max_tokens": 5})])
+            assert answers[0].usage["completion_tokens"] == 5
+            assert not streams.done()
+        assert [answer.content for answer in streams.result()] == [expected] * 3
+        redeploying.result()
+    roomy.wait_idle()
 
 
 @pytest.mark.full

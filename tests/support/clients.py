@@ -4,21 +4,24 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from scheduler.core import SchedulerCore
 from scheduler.messages import (
     Accepted,
     EndReason,
     EndRequest,
+    Message,
     NeverFits,
     QueueFull,
     decode,
     encode,
 )
-from scheduler.messages.wire import M
 from tests.support.episode_config import EpisodeConfig
 from tests.support.ledger import Ledger, MismatchError, Tracked
 from tests.support.workload import Job, Workload
+
+M = TypeVar("M", bound=Message)
 
 _END_REASONS = (EndReason.ABORT, EndReason.STOP, EndReason.STOP, EndReason.SLOW_CLIENT)
 _MEMORY_SECONDS = 60.0

@@ -1,16 +1,18 @@
-"""Ranks with the real model that can be told to go wrong.
+"""Ranks with the real model that can be told to go wrong, or slowly.
 
 Loaded by the name `LOADER`. A file in the folder of the model, named by `ask`, is consumed by its
 rank before the next step with work, which then fails, or hangs; before it joins a group, when it
 stops like a process that was sent SIGSTOP; or before it loads the model, which then never comes to
-an end (`stall`). A request with the seed `FAILING_SEED` alone fails with its second token, as if
-the model gave it no logits.
+an end (`stall`). While `slowed` lasts each step takes longer. A request with the seed
+`FAILING_SEED` alone fails with its second token, as if the model gave it no logits.
 """
 
+import contextlib
 import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -31,6 +33,9 @@ from worker.actor import LoadedRank
 
 Fault: TypeAlias = Literal["raise", "hang", "stop", "stall"]
 
+SLOW_STEP_SECONDS = 0.05
+_SLOW_FILE = "slow"
+
 LOADER = "tests.support.faulty_rank:load_faulty_rank"
 FAILING_SEED = 500
 
@@ -42,12 +47,24 @@ def ask(model: Path, rank: int, fault: Fault) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def slowed(model: Path) -> Iterator[None]:
+    """Let each step of all ranks take `SLOW_STEP_SECONDS` longer."""
+    path = model / _SLOW_FILE
+    path.touch()
+    try:
+        yield
+    finally:
+        path.unlink()
+
+
 class FaultyRank:
     """Implements `worker.actor.LoadedRank` around another one."""
 
     def __init__(self, rank: LoadedRank, model: Path, number: int) -> None:
         self._rank = rank
         self._model, self._number = model, number
+        self._slow = model / _SLOW_FILE
         self._num_tokens: dict[SeqRef, int] = {}
         """What each of the sequences that are to fail has yielded so far."""
 
@@ -63,6 +80,8 @@ class FaultyRank:
                 raise RuntimeError("the test wants this model to fail")
             while _take(self._model, self._number, "hang"):
                 time.sleep(3600)
+            if self._slow.exists():
+                time.sleep(SLOW_STEP_SECONDS)
         for update in plan.updates:
             if isinstance(update, Open) and update.sampling.seed == FAILING_SEED:
                 self._num_tokens[update.seq] = 0

@@ -24,6 +24,9 @@ from tests.support.engines import status_of, stop
 
 HOST = "127.0.0.1"
 READY_SECONDS = 180.0
+ADMIN_KEY = "admin-key"
+ORIGIN = "https://friend.example"
+"""Of a web page that may ask."""
 
 
 def free_port() -> int:
@@ -56,6 +59,11 @@ class App:
     def deploy(self) -> None:
         built = application(self.config, self.spec)
         serve.run(built, name=self.name, route_prefix=f"/{self.name}")
+
+    def replica_states(self) -> dict[str, int]:
+        """How many ingress replicas are in which state, as Serve calls it."""
+        (ingress,) = serve.status().applications[self.name].deployments.values()
+        return {str(state): count for state, count in ingress.replica_states.items()}
 
     def wait_ready(self) -> None:
         """Raises AssertionError when the engine fails, or takes too long."""

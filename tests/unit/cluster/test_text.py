@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import random
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -153,6 +155,23 @@ def test_prompts_get_the_special_tokens_of_the_model(executor: ThreadPoolExecuto
     codec = TextCodec(byte_fallback(), None, executor)
     ((first, *_),) = asyncio.run(codec.encode(["one"]))
     assert first == byte_fallback().token_to_id("<s>")
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_prompts_are_not_kept(kind: str, executor: ThreadPoolExecutor) -> None:
+    """Each prompt is another one, of words that come again."""
+    codec = TextCodec(TOKENIZERS[kind](), None, executor)
+    rng = random.Random(3)
+    words = ["".join(rng.choices("abcdefgh", k=8)) for _ in range(500)]
+
+    async def encode(num_batches: int) -> int:
+        for _ in range(num_batches):
+            await codec.encode([" ".join(rng.choices(words, k=15)) for _ in range(20)])
+        return int(psutil.Process().memory_info().rss)
+
+    before_bytes = asyncio.run(encode(20))
+    after_bytes = asyncio.run(encode(100))
+    assert after_bytes - before_bytes < 2_000_000
 
 
 def test_messages_become_token_ids(model_directory: Path, executor: ThreadPoolExecutor) -> None:
