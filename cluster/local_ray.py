@@ -179,6 +179,11 @@ def _no_cluster(address: str, error: Exception) -> NoClusterError:
 
 def _set_environment(more: Mapping[str, str]) -> None:
     """Must come before ray is imported for the first time."""
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        # Each process would compile torch again, and so would one that takes a dead one's place:
+        # 3 s. Out of the way of who wants no bytecode beside the sources.
+        folder = platformdirs.user_cache_path("palimpsest") / "bytecode"
+        os.environ.setdefault("PYTHONPYCACHEPREFIX", str(folder))
     for name, value in {**_ENVIRONMENT, **more}.items():
         os.environ.setdefault(name, value)
 

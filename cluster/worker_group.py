@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _LOOPBACK = "127.0.0.1"
 _ANSWER_SECONDS = 5.0
 """Within which a process answers that is not stopped."""
-_PING_SECONDS = 5.0
+_PING_SECONDS = 2.0
 _LEAST_HANG_SECONDS = 10.0
 """A process that imports torch on a busy machine can be silent for a while."""
 _LEAVE_SECONDS = 8.0
@@ -151,7 +151,9 @@ class WorkerGroup:
                 store_prefix=f"epoch-{epoch}",
             )
             joins.append(self._call(rank, "join", encode(message)))
-        return [decode(data, WorkerHello) for data in await asyncio.gather(*joins)]
+        # Whoever gives this up has not ended the calls: `leave` waits for what becomes of them.
+        hellos = await asyncio.gather(*map(asyncio.shield, joins))
+        return [decode(data, WorkerHello) for data in hellos]
 
     def run(self, link: LinkOffers, address: str) -> None:
         """Let all ranks obey the plans that come over `link`."""

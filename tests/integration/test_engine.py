@@ -13,6 +13,7 @@ from cluster.engine_calls import connect
 from cluster.errors import EngineUnavailableError
 from cluster.supervisor import existing_supervisors, supervisor_of
 from configs import CacheConfig, Config
+from scheduler.crash import VERDICT
 from scheduler.messages import EngineState, FinishReason, SamplingParams
 from tests.support.engines import (
     client_of,
@@ -125,6 +126,50 @@ def test_a_request_that_kills_the_workers_fails_and_no_other(app: str) -> None:
             await asyncio.gather(*going)
             assert (await status_of(app)).num_recoveries == 4
             await generate_and_check(client, "after", [1], SamplingParams(3, seed=1))
+
+    asyncio.run(run())
+
+
+def test_a_process_that_stops_on_its_way_into_a_group_is_replaced(app: str) -> None:
+    spec = fake_spec("model.model=fake-5ms-stop", "server.step_deadline_seconds=3")
+
+    async def run() -> None:
+        async with client_of(app, spec) as client:
+            sampling = SamplingParams(max_tokens=100, seed=3)
+            going = asyncio.create_task(generate_and_check(client, "r", [1], sampling))
+            await asyncio.sleep(0.2)
+            os.kill((await process_ids(app))["scheduler"], signal.SIGKILL)
+            answer = await going
+            assert answer.usage is not None
+            assert answer.usage.interruptions is not None
+            (recovery,) = (await status_of(app)).recoveries
+            assert (recovery.epoch, recovery.replaced) == (2, ("worker 0",))
+
+    asyncio.run(run())
+
+
+def test_a_request_that_the_scheduler_fails_over_fails_and_no_other(app: str) -> None:
+    spec = fake_spec("model.model=fake-5ms-overflow")
+
+    async def run() -> None:
+        async with client_of(app, spec) as client:
+            sampling = SamplingParams(max_tokens=400, seed=3)
+            going = [
+                asyncio.create_task(generate_and_check(client, f"r{i}", [i], sampling))
+                for i in range(4)
+            ]
+            pids = await process_ids(app)
+            culprit = await generate(client, request_of(client, "bad", [POISON, 1], sampling))
+            assert culprit.finish is FinishReason.ERROR
+            assert culprit.error == VERDICT
+            await asyncio.gather(*going)
+            status = await status_of(app)
+            assert status.num_recoveries == 2
+            assert {recovery.replaced for recovery in status.recoveries} == {("scheduler",)}
+            assert "failed with OverflowError" in status.recoveries[-1].reason
+            after = await process_ids(app)
+            assert after["worker"] == pids["worker"]
+            assert after["scheduler"] != pids["scheduler"]
 
     asyncio.run(run())
 

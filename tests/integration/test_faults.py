@@ -179,6 +179,7 @@ def test_a_rank_that_hangs_in_its_step(app: App, model: Path, load: Load) -> Non
     assert not asked.exists()
     assert "worker 2" in recovery.replaced
     assert "have not answered a step" in recovery.reason
+    assert load.num_comments, "it stood still for longer than a comment is late"
 
 
 def test_a_scheduler_that_dies_again_and_again(app: App, load: Load) -> None:
