@@ -93,6 +93,7 @@ async def running(client: EngineClient) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.full
 def test_what_the_machines_do_not_allow_is_refused(app: str) -> None:
     """The cluster of these tests has eight CPUs."""
     spec = fake_spec("parallel.cpus_per_rank=2")
@@ -230,6 +231,7 @@ def test_deaths_while_it_is_resized_restore_the_old_shape(app: str) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.full
 def test_a_new_configuration_that_comes_while_it_is_resized(app: str) -> None:
     """It waits for the requests, which need the group that is forming; and has its own shape."""
 
@@ -286,6 +288,7 @@ def test_a_real_model_over_http_and_a_shape_that_cannot_come_up(
     settings = (
         f"model.model={model}",
         "model.dtype=float32",
+        "model.max_model_len=512",
         "parallel.tensor_parallel_size=2",
         "cache.kv_cache_memory=480KiB",
     )

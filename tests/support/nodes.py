@@ -1,6 +1,7 @@
 """A Ray cluster of several nodes on one machine, each with an address of its own, that can die."""
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -40,14 +41,24 @@ class Nodes:
             temp_dir=self._folder,
         )
 
+    def titles(self, host: str) -> list[str]:
+        """Of the processes that run there, as `ps` shows them."""
+        titles = []
+        for process in self._processes(host):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                titles.append(" ".join(process.cmdline()))
+        return titles
+
     def kill(self, host: str) -> None:
         """As if it lost its power: everything that runs there is gone at once."""
-        owned = self._nodes.pop(host).all_processes.values()
-        roots = [psutil.Process(info.process.pid) for infos in owned for info in infos]
-        victims = [*roots, *(child for root in roots for child in root.children(recursive=True))]
-        for victim in victims:
+        for victim in self._processes(host):
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.kill()
+
+    def _processes(self, host: str) -> list[psutil.Process]:
+        owned = self._nodes[host].all_processes.values()
+        roots = [psutil.Process(info.process.pid) for infos in owned for info in infos]
+        return [*roots, *(child for root in roots for child in root.children(recursive=True))]
 
 
 @contextlib.contextmanager
@@ -65,7 +76,7 @@ def ray_nodes(hosts: Sequence[str]) -> Iterator[Nodes]:
         ray.init(
             address=cluster.address,
             namespace="tests",
-            log_to_driver=False,
+            log_to_driver=bool(os.environ.get("PALIMPSEST_TEST_LOGS")),
             _node_ip_address=hosts[0],
         )
         yield nodes
