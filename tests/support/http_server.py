@@ -29,6 +29,9 @@ T = TypeVar("T")
 
 MODEL = "parrot"
 START_SECONDS = 20.0
+KEEP_ALIVE_SECONDS = 90
+"""As Ray Serve has it. uvicorn's own 5 are also httpx's, so that a client may send its next request
+on a connection that the server closes at that moment."""
 
 
 @dataclass(slots=True)
@@ -124,7 +127,14 @@ def http_server(
                 )
                 app = build_http_app(frontend, settings or HttpSettings())
                 server = uvicorn.Server(
-                    uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="off")
+                    uvicorn.Config(
+                        app,
+                        host="127.0.0.1",
+                        port=0,
+                        log_config=None,
+                        lifespan="off",
+                        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                    )
                 )
                 serving = asyncio.create_task(server.serve())
                 while not server.started:
