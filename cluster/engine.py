@@ -59,7 +59,8 @@ class Engine:
         self._next_epoch = next_epoch
         self._replicas = replicas
         self._report = report
-        self.info = EngineInfo(EngineState.STARTING, "the engine is being started")
+        self._own_info = EngineInfo(EngineState.STARTING, "the engine is being started")
+        """Whether or not it is being drained."""
         self.recoveries: deque[Recovery] = deque(maxlen=_NUM_RECOVERIES)
         """The last ones, in order."""
         self.num_recoveries = 0
@@ -79,6 +80,10 @@ class Engine:
         self._running: asyncio.Task[None] | None = None
 
     @property
+    def info(self) -> EngineInfo:
+        return self._own_info.while_draining(self._drain_reason)
+
+    @property
     def scheduler(self) -> Any:
         """The handle of the scheduler actor once requests may go there, else None."""
         return self._scheduler.actor if self._scheduler.has_begun else None
@@ -92,30 +97,52 @@ class Engine:
         """Begin; `info` says how far things are, and what became of them."""
         self._running = asyncio.create_task(self._run(), name="engine")
 
-    async def drain(self, reason: str, timeout_seconds: float) -> None:
-        """Take nothing new; returns when everything has ended, or after `timeout_seconds`."""
-        if not self.info.takes_requests:
-            return
-        self._drain_reason = reason
-        self._set_info(self.info.state)
-        with contextlib.suppress(TimeoutError):
+    async def drain(self, reason: str, timeout_seconds: float) -> int | None:
+        """Take nothing new, for `reason`, and let go on what was accepted, also what only waits.
+
+        Returns when all of it has ended, by itself or after `timeout_seconds` with an error; how
+        many the latter were, or None if the engine failed or takes requests again, or is drained
+        for another reason now. It stays, until `undrain` lets it take requests again.
+        """
+        await self._set_drain(reason)
+        try:
             async with asyncio.timeout(timeout_seconds):
-                while self.info.state is EngineState.DRAINING:
-                    with contextlib.suppress(ray.exceptions.RayActorError):
-                        if self.scheduler is not None:
-                            await self.scheduler.drain.remote(reason)
-                            return
-                    await asyncio.sleep(_DRAIN_TICK_SECONDS)  # another one is on its way
+                await self._wait_drained()
+                has_failed = self.info.state is EngineState.FAILED
+                return None if has_failed or self._drain_reason != reason else 0
+        except TimeoutError:
+            if self._drain_reason != reason:
+                return None
+            had = f", and what ran had {timeout_seconds:g} s to end" if timeout_seconds else ""
+            return await self._scheduler.end_all(f"{reason}{had}")
+
+    async def undrain(self) -> None:
+        """Take requests again."""
+        await self._set_drain("")
+
+    async def _set_drain(self, reason: str) -> None:
+        self._drain_reason = reason
+        self._report()
+        await self._scheduler.set_drain(reason)
+
+    async def _wait_drained(self) -> None:
+        """Over all the schedulers that there may be meanwhile."""
+        while self.info.state is EngineState.DRAINING:
+            with contextlib.suppress(ray.exceptions.RayError):
+                if self.scheduler is not None:
+                    await self.scheduler.wait_drained.remote()
+                    return
+            await asyncio.sleep(_DRAIN_TICK_SECONDS)  # another one is on its way
 
     async def close(self, reason: str) -> None:
         """End what is left of requests with `reason`, then every process, and give the resources
         back. Safe to call again."""
+        await self.drain(reason, 0.0)
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
         self._resizes.close(reason)
         await self._scheduler.lose(self._epoch, reason)
-        await self._scheduler.give_up(reason)
         await self._end_processes()
 
     async def resize(self, shape: Shape) -> None:
@@ -322,6 +349,8 @@ class Engine:
 
     async def _begin(self, workers: WorkerGroup, size: GroupSize) -> None:
         """Let the scheduler plan. Raises EngineStartError if a rank fails before all are there."""
+        if self._drain_reason:
+            await self._scheduler.set_drain(self._drain_reason)
         begun = asyncio.ensure_future(self._scheduler.begin(self._epoch, size, self._replicas()))
         # A rank that fails before it has joined would be waited for in vain.
         ended = asyncio.ensure_future(workers.first_end())
@@ -354,13 +383,11 @@ class Engine:
         return f"the workers change from {self.shape} to {self._resizes.wanted}"
 
     def _tell_progress(self, text: str) -> None:
-        is_first = self.info.state is EngineState.STARTING
+        is_first = self._own_info.state is EngineState.STARTING
         self._set_info(EngineState.STARTING if is_first else EngineState.RECOVERING, text)
 
     def _set_info(self, state: EngineState, reason: str = "") -> None:
-        if self._drain_reason and state in (EngineState.READY, EngineState.RECOVERING):
-            state, reason = EngineState.DRAINING, self._drain_reason
-        self.info = EngineInfo(state, reason, epoch=self._epoch)
+        self._own_info = EngineInfo(state, reason, epoch=self._epoch)
         if state is EngineState.RECOVERING:
             self._scheduler.explain(reason)
         self._report()
