@@ -50,9 +50,8 @@ RESUME_SECONDS = 2.0
 """How long new requests are held back for what known replicas bring from an earlier scheduler."""
 _TICK_SECONDS = 1.0
 _DRAIN_TICK_SECONDS = 0.05
-_TELL_SECONDS = 2.0
-_CRASH_SECONDS = 2.0
-"""In which a process whose core has crashed can say what over."""
+_LAST_WORDS_SECONDS = 2.0
+"""To tell clients how their requests ended, or after a crash of the core what over."""
 
 
 def _end_process() -> None:
@@ -208,7 +207,7 @@ class SchedulerActor:
             with contextlib.suppress(LoopOverError):
                 num_ended = await self._run(lambda core, now: core.end_all(reason, now))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_TELL_SECONDS):
+            async with asyncio.timeout(_LAST_WORDS_SECONDS):
                 while not self._clients.have_everything:
                     await asyncio.sleep(_DRAIN_TICK_SECONDS)
         return num_ended
@@ -300,8 +299,15 @@ class SchedulerActor:
 
     async def abort(self, data: bytes) -> int:
         """AbortRequests in; how many sequences that ended."""
-        wanted = frozenset(decode(data, AbortRequests).ids)
-        return await self._run(lambda core, now: _end_by_id(wanted, core, now))
+        ids = frozenset(decode(data, AbortRequests).ids)
+
+        def end_them(core: SchedulerCore, now: float) -> int:
+            found = [r.request_id for r in core.requests.values() if r.is_known_as(ids)]
+            for request_id in found:
+                core.end(EndRequest(request_id, EndReason.ABORT), now)
+            return len(found)
+
+        return await self._run(end_them)
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached content. Raises CacheInUseError while blocks are held."""
@@ -355,7 +361,7 @@ class SchedulerActor:
         self._crash = crash
         self._changed.set()
         self._clients.wake()
-        asyncio.get_running_loop().call_later(_CRASH_SECONDS, self._end_process)
+        asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._end_process)
 
     def _set_state(self, state: EngineState, reason: str = "") -> None:
         if self._info.state is not EngineState.FAILED:
@@ -393,14 +399,3 @@ class SchedulerActor:
         self._clients.forget(client_id)
         if self._loop is not None:
             self._loop.call(lambda core, now: core.abandon(client_id, now))
-
-
-def _end_by_id(ids: frozenset[str], core: SchedulerCore, now: float) -> int:
-    found = [
-        request.request_id
-        for request in core.requests.values()
-        if request.answer_id in ids or request.client_request_id in ids
-    ]
-    for request_id in found:
-        core.end(EndRequest(request_id, EndReason.ABORT), now)
-    return len(found)

@@ -13,6 +13,7 @@ the workers (look-ahead). There is no prefill state and no decode state: a reque
 import sys
 from array import array
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -185,6 +186,10 @@ class Request:
     def answer_id(self) -> str:
         """Of the answer that this sequence is a choice of."""
         return self.request_id.rpartition("/")[0]
+
+    def is_known_as(self, ids: Collection[str]) -> bool:
+        """Its answer, or its client's own id for it, is among `ids`."""
+        return self.answer_id in ids or self.client_request_id in ids
 
     @property
     def num_tokens(self) -> int:
