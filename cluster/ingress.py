@@ -15,6 +15,7 @@ from cluster.engine_calls import connect
 from cluster.engine_spec import EngineSpec
 from cluster.errors import EngineLostError
 from cluster.frontend import Frontend
+from cluster.heap import trim_when_idle
 from cluster.http_app import build_http_app
 from cluster.http_settings import HttpSettings
 from cluster.listening import take_over_ports
@@ -60,6 +61,9 @@ class IngressReplica:
             spec.engine,
             max_recovery_seconds=spec.max_recovery_seconds,
         )
+        self._trimming = asyncio.create_task(
+            trim_when_idle(lambda: self._engine.num_streams > 0), name="heap-trim"
+        )
         self._executor = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="text")
         self._leaving: asyncio.TimerHandle | None = None
         loop = asyncio.get_running_loop()
@@ -97,6 +101,7 @@ class IngressReplica:
     async def __del__(self) -> None:
         if self._leaving is not None:
             self._leaving.cancel()
+        self._trimming.cancel()
         await self._engine.close()
         self._executor.shutdown(wait=False)
 

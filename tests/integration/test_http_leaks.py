@@ -20,7 +20,8 @@ LEAVING = 0.5
 REQUESTS_PER_ROUND = 200
 NUM_ROUNDS = 10
 MAX_GROWTH = 0.03
-SETTLED_SECONDS = 3.0
+SETTLED_SECONDS = 4.0
+"""Then a replica has given back what it does not need."""
 
 
 @pytest.fixture
