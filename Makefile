@@ -16,7 +16,7 @@ PYTEST = $(HARD_STOP) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgr
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve setup setup-test setup-serve lint check test test-full clean
+.PHONY: help serve setup setup-test setup-serve lint check unit test test-full clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -24,7 +24,10 @@ help: ## list the targets
 serve: setup-serve ## serve a small chat model on this machine; ARGS="…" goes to `palimpsest serve`
 	@$(BIN)/palimpsest serve $(ARGS)
 
-check: lint ## lint, types, import contracts, unit and architecture tests: no ray, no torch
+check: setup ## lint, types, import contracts, unit and architecture tests: no ray, no torch
+	@$(MAKE) --no-print-directory --jobs=2 lint unit
+
+unit: setup
 	$(PYTEST) tests/unit tests/architecture -m "not full and not gpu"
 
 test: setup-test lint ## what a change has to pass: `check`, and every test not marked `full`

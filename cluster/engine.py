@@ -10,7 +10,6 @@ group, what died is replaced at its place, and a new group forms under the next 
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -19,18 +18,18 @@ from typing import Any
 import ray
 
 from cluster.death_log import MAX_DEATHS, WINDOW_SECONDS, DeathLog
-from cluster.engine_spec import EngineSpec
+from cluster.engine_spec import EngineSpec, with_hash_seed
 from cluster.errors import EngineStartError, ResizeError
 from cluster.fault_counts import FaultCounts
 from cluster.joining import join, places_of
 from cluster.placement import check_room, choose_device, reserve
-from cluster.ray_errors import first_done, sentence
+from cluster.ray_errors import first_done, sentence, start_failure
 from cluster.resize import ResizeDesk
 from cluster.scheduler_handle import SchedulerHandle
 from cluster.shape import Shape
 from cluster.supervisor_view import Place, Recovery
 from cluster.worker_group import WorkerGroup
-from configs import Config, ConfigError, Device, ResolvedConfig, resolve
+from configs import ConfigError, Device, ResolvedConfig, resolve
 from scheduler.messages import EngineInfo, EngineState, InterruptionCause
 
 logger = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ class Engine:
         are, `report` is called whenever `info` or `scheduler` has changed. `shape`: None for the
         one in `spec`."""
         self.spec = spec
-        self._config = _with_hash_seed(spec.config)
+        self._config = with_hash_seed(spec.config)
         self._next_epoch = next_epoch
         self._replicas = replicas
         self._report = report
@@ -72,6 +71,7 @@ class Engine:
         self._epoch = -1
         self._drain_reason = ""
         self._resizes = ResizeDesk()
+        self._start_seconds = spec.config.server.group_start_seconds
         self._deaths = DeathLog()
         self._scheduler = SchedulerHandle()
         self._workers: WorkerGroup | None = None
@@ -189,7 +189,7 @@ class Engine:
         try:
             await self._live()
         except Exception as error:
-            reason = self._told(error)
+            reason = start_failure(error, self._start_seconds)
             if not isinstance(error, EngineStartError | ray.exceptions.RayError | TimeoutError):
                 logger.exception("the engine cannot go on")
             logger.error("engine of epoch %d: %s", self._epoch, reason)
@@ -229,7 +229,8 @@ class Engine:
             try:
                 formed = await self._form_unless_resized(shape)
             except Exception as error:
-                reason, is_death = self._told(error), not is_resize
+                reason = start_failure(error, self._start_seconds)
+                is_death = not is_resize
                 logger.warning("epoch %d could not begin: %s", self._epoch, reason)
                 if is_resize:
                     self._resizes.failed(reason)
@@ -311,8 +312,9 @@ class Engine:
         new += [f"worker {rank}" for rank in workers.start_missing()]
         if waits:
             self.faults.restarted(new)
-        seconds = config.server.group_start_seconds
-        async with workers.placement.time_limit(seconds, waits=waits, tell=self._tell_progress):
+        async with workers.placement.time_limit(
+            self._start_seconds, waits=waits, tell=self._tell_progress
+        ):
             joining = asyncio.ensure_future(self._load_and_join(workers, config))
             hang = asyncio.ensure_future(workers.first_hang())
             if joining not in await first_done(joining, hang):
@@ -322,8 +324,7 @@ class Engine:
 
     async def _load_and_join(self, workers: WorkerGroup, config: ResolvedConfig) -> float:
         """When the model was loaded everywhere."""
-        num_ranks = workers.num_ranks
-        await workers.load(lambda ready: self._tell_progress(_loading(num_ranks, ready)))
+        await workers.load(self._tell_progress)
         loaded_seconds = time.time()
         places = await places_of(self._scheduler, workers)
         self.scheduler_place, self.places = places.scheduler, places.ranks
@@ -373,27 +374,3 @@ class Engine:
         if state is EngineState.RECOVERING:
             self._scheduler.explain(reason)
         self._report()
-
-    def _told(self, error: Exception) -> str:
-        if isinstance(error, ray.exceptions.RayActorError):
-            return "a process of the engine died while it was being started"
-        if isinstance(error, TimeoutError):
-            limit_seconds = self.spec.config.server.group_start_seconds
-            return (
-                f"the workers were not ready after {limit_seconds:.0f} s: raise "
-                f"server.group_start_seconds if they only need longer"
-            )
-        return sentence(error)
-
-
-def _loading(num_ranks: int, num_ready: int) -> str:
-    ready = f", {num_ready} of them are ready" if num_ready else ""
-    return f"{num_ranks} workers are loading the model{ready}"
-
-
-def _with_hash_seed(config: Config) -> Config:
-    """Drawn once per engine, so that nobody outside can know which contents collide."""
-    if config.cache.hash_seed is not None:
-        return config
-    cache = config.cache.model_copy(update={"hash_seed": secrets.randbits(64)})
-    return config.model_copy(update={"cache": cache})

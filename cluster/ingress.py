@@ -99,9 +99,9 @@ class IngressReplica:
             raise EngineLostError(info.reason)
 
     async def __del__(self) -> None:
+        self._trimming.cancel()
         if self._leaving is not None:
             self._leaving.cancel()
-        self._trimming.cancel()
         await self._engine.close()
         self._executor.shutdown(wait=False)
 

@@ -22,6 +22,18 @@ def sentence(error: BaseException | None) -> str:
     return f"{error}" or type(error).__name__
 
 
+def start_failure(error: Exception, limit_seconds: float) -> str:
+    """What kept the processes of an engine from starting within `server.group_start_seconds`."""
+    if isinstance(error, ray.exceptions.RayActorError):
+        return "a process of the engine died while it was being started"
+    if isinstance(error, TimeoutError):
+        return (
+            f"the workers were not ready after {limit_seconds:.0f} s: raise "
+            f"server.group_start_seconds if they only need longer"
+        )
+    return sentence(error)
+
+
 async def first_done(*futures: asyncio.Future[Any]) -> set[asyncio.Future[Any]]:
     """Those that are done when one is; the others are cancelled, and over."""
     try:

@@ -50,6 +50,8 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._seen_seconds: dict[str, float] = {}
         self._last_seen_seconds = time.monotonic()
+        self._fingerprints: dict[str, str] = {}
+        """Of what each client wants."""
         self._replica_actors: dict[str, ReplicaActor] = {}
         """Of the clients that are actors."""
         self._num_looking = 0
@@ -68,6 +70,7 @@ class Supervisor:
         view has another fingerprint.
         """
         self._see(client_id)
+        self._fingerprints[client_id] = spec.fingerprint
         if replica is not None:
             self._replica_actors[client_id] = replica
         if self._lease is None:
@@ -82,7 +85,7 @@ class Supervisor:
             self._spec = spec  # the same again
             if self._engine is not None and not self._is_replacing:
                 self._shapes.keep(spec, self._engine.shape)
-        return self._view()
+        return self._view(client_id)
 
     async def look(self, client_id: str, version: int) -> EngineView:
         """The engine, as soon as it differs from the view `version`, at most a few seconds later.
@@ -102,7 +105,7 @@ class Supervisor:
             finally:
                 self._num_looking -= 1
                 self._see(client_id)
-        return self._view()
+        return self._view(client_id)
 
     async def resize(self, tp_size: int | None, pp_size: int | None) -> Shape:
         """Spread the engine over so many workers; None leaves a size as it is.
@@ -196,7 +199,15 @@ class Supervisor:
             return EngineInfo(EngineState.STARTING, "no engine has been asked for")
         return self._engine.info
 
-    def _view(self) -> EngineView:
+    def _view(self, client_id: str) -> EngineView:
+        old = self._engine if self._is_replacing else None
+        wanted = self._fingerprints.get(client_id)
+        is_newest = self._spec is not None and self._spec.fingerprint == wanted
+        if old is not None and old.spec.fingerprint == wanted and not is_newest:
+            # What it has there goes on, should it have to be brought to another scheduler.
+            return EngineView(
+                self._version, wanted, old.info, old.scheduler, scheduler_id=old.scheduler_id
+            )
         return EngineView(
             version=self._version,
             fingerprint=self._spec.fingerprint if self._spec is not None else "",
@@ -275,6 +286,7 @@ class Supervisor:
 
     def _forget(self, client_id: str) -> None:
         self._seen_seconds.pop(client_id, None)
+        self._fingerprints.pop(client_id, None)
         self._replica_actors.pop(client_id, None)
 
 

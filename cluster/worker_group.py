@@ -115,17 +115,15 @@ class WorkerGroup:
             self._workers[rank] = _Worker(handle)
         return missing
 
-    async def load(self, report: Callable[[int], None]) -> None:
-        """Bring the model into the memory of those that do not have it.
-
-        `report` is told how many ranks are ready.
-        """
+    async def load(self, report: Callable[[str], None]) -> None:
+        """Bring the model into the memory of those that do not have it; `report` is told of it."""
         loads = [_on_device(handle, "load") for handle in self.handles]
-        report(0)
+        loading = f"{self.num_ranks} workers are loading the model"
+        report(loading)
         try:
             for num_ready, load in enumerate(asyncio.as_completed(loads), 1):
                 await load
-                report(num_ready)
+                report(f"{loading}, {num_ready} of them are ready")
         finally:
             await _settled(loads)
 

@@ -50,8 +50,9 @@ RESUME_SECONDS = 2.0
 """How long new requests are held back for what known replicas bring from an earlier scheduler."""
 _TICK_SECONDS = 1.0
 _DRAIN_TICK_SECONDS = 0.05
-_LAST_WORDS_SECONDS = 2.0
-"""To tell clients how their requests ended, or after a crash of the core what over."""
+_TELL_SECONDS = 2.0
+_CRASH_SECONDS = 2.0
+"""In which a process whose core has crashed can say what over."""
 
 
 def _end_process() -> None:
@@ -207,7 +208,7 @@ class SchedulerActor:
             with contextlib.suppress(LoopOverError):
                 num_ended = await self._run(lambda core, now: core.end_all(reason, now))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_SECONDS):
+            async with asyncio.timeout(_TELL_SECONDS):
                 while not self._clients.have_everything:
                     await asyncio.sleep(_DRAIN_TICK_SECONDS)
         return num_ended
@@ -299,15 +300,15 @@ class SchedulerActor:
 
     async def abort(self, data: bytes) -> int:
         """AbortRequests in; how many sequences that ended."""
-        ids = frozenset(decode(data, AbortRequests).ids)
+        wanted = frozenset(decode(data, AbortRequests).ids)
 
-        def end_them(core: SchedulerCore, now: float) -> int:
-            found = [r.request_id for r in core.requests.values() if r.is_known_as(ids)]
+        def end(core: SchedulerCore, now: float) -> int:
+            found = [r.request_id for r in core.requests.values() if r.is_called(wanted)]
             for request_id in found:
                 core.end(EndRequest(request_id, EndReason.ABORT), now)
             return len(found)
 
-        return await self._run(end_them)
+        return await self._run(end)
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached content. Raises CacheInUseError while blocks are held."""
@@ -319,10 +320,8 @@ class SchedulerActor:
             raise LoopOverError(self._info.reason)
         try:
             return await asyncio.wrap_future(self._loop.call(function))
-        except LoopOverError:
-            if self._crash is not None:
-                raise self._crash from None
-            raise
+        except LoopOverError as over:
+            raise (self._crash or over) from None
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Raises CoreCrashedError when it can no longer come about."""
@@ -361,7 +360,7 @@ class SchedulerActor:
         self._crash = crash
         self._changed.set()
         self._clients.wake()
-        asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._end_process)
+        asyncio.get_running_loop().call_later(_CRASH_SECONDS, self._end_process)
 
     def _set_state(self, state: EngineState, reason: str = "") -> None:
         if self._info.state is not EngineState.FAILED:

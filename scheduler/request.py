@@ -13,7 +13,7 @@ the workers (look-ahead). There is no prefill state and no decode state: a reque
 import sys
 from array import array
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -187,8 +187,8 @@ class Request:
         """Of the answer that this sequence is a choice of."""
         return self.request_id.rpartition("/")[0]
 
-    def is_known_as(self, ids: Collection[str]) -> bool:
-        """Its answer, or its client's own id for it, is among `ids`."""
+    def is_called(self, ids: Container[str]) -> bool:
+        """Whether its answer's or its client's own id is among them."""
         return self.answer_id in ids or self.client_request_id in ids
 
     @property

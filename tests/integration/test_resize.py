@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +33,11 @@ from tests.support.fake_model import MAX_POSITIONS, run_solo
 from tests.support.faults import kill, undisturbed
 from tests.support.references import stories_directory
 from tests.support.served_model import ready_to_serve
-from tests.support.serving import deployed, free_port, serve_on
+from tests.support.serving import deployed
 from worker.pull import pull
 
 NUM_STREAMS = 16
 SLOW = fake_spec("model.model=fake-20ms")
-
-
-@pytest.fixture
-def app(ray_cluster: None, request: pytest.FixtureRequest) -> Iterator[str]:
-    """A name for an engine of the test's own."""
-    name = request.node.name
-    yield name
-    asyncio.run(stop(name))
 
 
 async def resize(app: str, tp: int | None = None, pp: int | None = None) -> Shape:
@@ -261,13 +252,6 @@ def test_a_new_configuration_that_comes_while_it_is_resized(app: str) -> None:
 
 
 # -- over HTTP, with real models -------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def port(ray_cluster: None) -> Iterator[int]:
-    port = free_port()
-    with serve_on(port):
-        yield port
 
 
 def the_jobs(max_tokens: int) -> list[Job]:

@@ -14,6 +14,7 @@ from cluster.cli import main
 from cluster.errors import EngineUnavailableError
 from cluster.http_settings import HttpSettings
 from cluster.operations import Struck, UnknownProcessError
+from cluster.shape import Shape
 from cluster.supervisor_view import AppStatus, Place
 from scheduler.messages import EngineInfo, EngineState
 from tests.support.http_server import HttpServer, http_server
@@ -37,7 +38,7 @@ class MadeUp:
             app="made-up",
             model="parrot",
             info=EngineInfo(EngineState.READY),
-            shape=None,
+            shape=Shape(1, 1),
             num_replicas=1,
             scheduler_place=place,
             places=(place,),

@@ -1,10 +1,10 @@
 """Ranks with the real model that can be told to go wrong, or slowly.
 
 Loaded by the name `LOADER`. A file in the folder of the model, named by `ask`, is consumed by its
-rank before the next step with work, which then fails, or hangs; before it joins a group, when it
-stops like a process that was sent SIGSTOP; or before it loads the model, which then never comes to
-an end (`stall`). While `slowed` lasts each step takes longer. A request with the seed
-`FAILING_SEED` alone fails with its second token, as if the model gave it no logits.
+rank before the next step with work, which then fails, or hangs; or before it joins a group, when it
+stops like a process that was sent SIGSTOP; or before it loads the model (`stall`), which then never
+comes to an end. While `slowed` lasts each step takes longer. A request with the seed `FAILING_SEED`
+alone fails with its second token, as if the model gave it no logits.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -63,22 +63,22 @@ class FaultyRank:
 
     def __init__(self, rank: LoadedRank, model: Path, number: int) -> None:
         self._rank = rank
-        self._model, self._number = model, number
+        self._faults = {fault: model / f"{fault}-{number}" for fault in get_args(Fault)}
         self._slow = model / _SLOW_FILE
         self._num_tokens: dict[SeqRef, int] = {}
         """What each of the sequences that are to fail has yielded so far."""
 
     def join(self, message: JoinGroup, listener: socket.socket | None) -> WorkerHello:
         self._num_tokens.clear()
-        if _take(self._model, self._number, "stop"):
+        if _take(self._faults["stop"]):
             os.kill(os.getpid(), signal.SIGSTOP)
         return self._rank.join(message, listener)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         if plan.work:
-            if _take(self._model, self._number, "raise"):
+            if _take(self._faults["raise"]):
                 raise RuntimeError("the test wants this model to fail")
-            while _take(self._model, self._number, "hang"):
+            while _take(self._faults["hang"]):
                 time.sleep(3600)
             if self._slow.exists():
                 time.sleep(SLOW_STEP_SECONDS)
@@ -112,18 +112,18 @@ class FaultyRank:
         return msgspec.structs.replace(output, token_ids=(), error="it was to fail")
 
 
-def _take(model: Path, rank: int, fault: Fault) -> bool:
-    try:
-        (model / f"{fault}-{rank}").unlink()
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def load_faulty_rank(config: ResolvedConfig, device: Device, rank: int) -> FaultyRank:
     from worker.member import load_rank
 
     model = Path(config.model.model)
-    while _take(model, rank, "stall"):
+    while _take(model / f"stall-{rank}"):
         time.sleep(3600)
     return FaultyRank(load_rank(config, device, rank), model, rank)
+
+
+def _take(fault: Path) -> bool:
+    try:
+        fault.unlink()
+    except FileNotFoundError:
+        return False
+    return True

@@ -129,7 +129,11 @@ def deployed(
 
 @contextlib.contextmanager
 def serve_on(port: int) -> Iterator[None]:
-    """Ray Serve on the Ray cluster of this process, listening on its first node."""
+    """Ray Serve on the Ray cluster of this process, listening on its first node.
+
+    A cluster has one Serve, with one port: integration tests have it as the fixture `port`.
+    """
+    assert not serve.status().proxies, "Ray Serve runs already: take the fixture `port`"
     serve.start(proxy_location="HeadOnly", http_options={"host": HOST, "port": port})
     try:
         yield
