@@ -1,8 +1,8 @@
 """A rank whose model is the fake one: everything of a worker but the arithmetic.
 
-Loaded by the name `tests.support.fake_rank:load_fake_rank`. The model's name may ask for a step
-that takes some time, and for one that ends the process when it computes a prompt that begins with
-`POISON`: `fake-5ms-poison`.
+Loaded by the name `tests.support.fake_rank:load_fake_rank`. The name of the model, or of its
+folder, may ask for a step that takes some time, and for one that ends the process when it computes
+a prompt that begins with `POISON`: `fake-5ms-poison`.
 """
 
 import os
@@ -10,6 +10,7 @@ import re
 import socket
 import threading
 import time
+from pathlib import Path
 
 from configs import Device, ResolvedConfig
 from configs.ranks import place_of_rank
@@ -33,7 +34,7 @@ class FakeRank:
         assert config.parallel.pipeline_parallel_size == 1, "fake ranks hand nothing on"
         self._config = config
         self._answers = place_of_rank(config.parallel, rank).tp_rank == 0
-        found = re.fullmatch(r"fake(?:-(\d+)ms)?(-poison)?", config.model.model)
+        found = re.fullmatch(r"fake(?:-(\d+)ms)?(-poison)?", Path(config.model.model).name)
         assert found, config.model.model
         self._step_seconds = int(found[1] or 0) / 1e3
         self._dies_of_poison = bool(found[2])
