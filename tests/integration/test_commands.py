@@ -4,22 +4,11 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-
-import pytest
 
 from cluster.supervisor import existing_supervisors
 from scheduler.messages import SamplingParams
 from tests.support.commands import COMMAND, palimpsest
-from tests.support.engines import client_of, fake_spec, generate, request_of, stop
-
-APP = "commanded"
-
-
-@pytest.fixture
-def app(ray_cluster: None) -> Iterator[str]:
-    yield APP
-    asyncio.run(stop(APP))
+from tests.support.engines import client_of, fake_spec, generate, request_of
 
 
 def test_status_and_stop(app: str) -> None:

@@ -30,7 +30,7 @@ from scheduler.messages import (
     pack_token_ids,
 )
 from scheduler.ports import PlanLink
-from tests.support.engines import client_of, fake_spec, generate, request_of, status_of, stop
+from tests.support.engines import client_of, fake_spec, generate, request_of, status_of
 from tests.support.fake_model import MAX_POSITIONS, run_solo
 from worker.ports import WorkerLink
 
@@ -246,12 +246,6 @@ def test_who_has_no_key_gets_nothing_and_is_not_heard(host: str | None, knows: s
     finally:
         context.destroy(linger=0)
         scheduler.close()
-
-
-@pytest.fixture
-def app(ray_cluster: None) -> Iterator[str]:
-    yield "listened-to"
-    asyncio.run(stop("listened-to"))
 
 
 def test_a_stranger_at_the_step_path_of_a_running_engine_gets_nothing(app: str) -> None:
