@@ -53,7 +53,7 @@ def test_the_culprit_fails_and_nobody_else(place: str, monkeypatch: pytest.Monke
 async def crash_until_it_is_over(place: str) -> None:
     crashes = CrashLog()
     async with AsyncExitStack() as schedulers:
-        it = await schedulers.enter_async_context(slow_engine())
+        it = await schedulers.enter_async_context(slow_engine(may_crash=True))
         calls, client = it.calls, it.client
         submissions = [
             asyncio.create_task(client.submit([it.request(name)])) for name in (GOOD, BAD)
@@ -71,7 +71,9 @@ async def crash_until_it_is_over(place: str) -> None:
             assert crash.value.request_ids == (BAD,)
             crashes.note(f"scheduler-{number}", crash.value)
             crashes.note(f"scheduler-{number}", crash.value)
-            it = await schedulers.enter_async_context(slow_engine(culprits=crashes.culprits))
+            it = await schedulers.enter_async_context(
+                slow_engine(culprits=crashes.culprits, may_crash=True)
+            )
             calls.actor = it.actor
         assert crashes.culprits == {BAD}
         delta = await bad

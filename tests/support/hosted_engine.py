@@ -131,6 +131,7 @@ async def engine(
     hold: bool = False,
     awaited: tuple[str, ...] = (),
     culprits: Collection[str] = (),
+    may_crash: bool = False,
 ) -> AsyncIterator[Engine]:
     config = resolve(load(overrides=overrides, environ={}).config, "cpu")
     crashes: list[str] = []
@@ -147,11 +148,13 @@ async def engine(
     finally:
         await client.close()
         await actor.stop()
-    assert not crashes
+    assert may_crash or not crashes
 
 
 @asynccontextmanager
-async def slow_engine(*, culprits: Collection[str] = ()) -> AsyncIterator[Engine]:
+async def slow_engine(
+    *, culprits: Collection[str] = (), may_crash: bool = False
+) -> AsyncIterator[Engine]:
     """Its workers take a moment for each step, so that there is something to interrupt."""
 
     async def keep_answering(it: Engine) -> None:
@@ -159,7 +162,7 @@ async def slow_engine(*, culprits: Collection[str] = ()) -> AsyncIterator[Engine
             it.link.release(it.link.num_held)
             await asyncio.sleep(0.005)
 
-    async with engine(hold=True, culprits=culprits) as it:
+    async with engine(hold=True, culprits=culprits, may_crash=may_crash) as it:
         answering = asyncio.create_task(keep_answering(it))
         yield it
         answering.cancel()
