@@ -1,10 +1,10 @@
 """A rank whose model is the fake one: everything of a worker but the arithmetic.
 
 Loaded by the name `tests.support.fake_rank:load_fake_rank`. The name of the model, or of its
-folder, may ask for a step that takes some time, and for what happens when it computes a prompt that
-begins with `POISON`: with `fake-5ms-poison` its process ends, and with `fake-5ms-overflow` it answers
-what no scheduler can hold. With `fake-5ms-stop` its process stops, as with SIGSTOP, when it joins the
-group of epoch 1.
+folder, may ask for a step that takes some time, and for what happens when it computes a prompt
+that begins with `POISON`: with `fake-5ms-poison` its process ends, and with `fake-5ms-overflow` it
+answers what no scheduler can hold. With `fake-5ms-stop` its process stops, as with SIGSTOP, when
+it joins the group of epoch 1.
 """
 
 import os
