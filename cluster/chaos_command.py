@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -182,7 +182,9 @@ async def _run(
     ) as session:
         chaos = ChaosClient(session, target.url, target.admin_key)
         await chaos.check(strikes)
-        fields = {"temperature": 0, **({"ignore_eos": True} if target.ignore_eos else {})}
+        fields: dict[str, Any] = {"temperature": 0, "seed": 0}
+        if target.ignore_eos:
+            fields["ignore_eos"] = True
         model = target.model or await first_model(session, target.url)
         client = BenchClient(session, target.url, target.endpoint, model, fields)
         run = ChaosRun(

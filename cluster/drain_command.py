@@ -5,10 +5,10 @@ from typing import Annotated, Any
 import typer
 
 from cluster.app_end import drain as drain_apps
+from cluster.applications import Address, applications, no_application
 from cluster.console import Progress
 from cluster.errors import CommandError
 from cluster.local_ray import AUTO, clusters_at, joined_cluster
-from cluster.status_command import Address
 
 _REASON = "the server is being drained"
 _ANSWER_SECONDS = 30.0
@@ -46,25 +46,14 @@ def drain(
     found = []
     for cluster in clusters_at(address):
         with joined_cluster(cluster):
-            supervisors = _supervisors(name)
+            supervisors = applications(name)
             found += list(supervisors)
             if undo:
                 _undo(supervisors)
             elif supervisors:
                 _drain(supervisors, seconds)
     if not found:
-        which = "No application" if name is None else f"No application {name}"
-        raise CommandError(
-            f"{which} runs on the Ray cluster at {address}; `palimpsest status` shows those that "
-            f"do."
-        )
-
-
-def _supervisors(name: str | None) -> dict[str, Any]:
-    from cluster.supervisor import existing_supervisors
-
-    found = existing_supervisors()
-    return {app: one for app, one in sorted(found.items()) if name is None or app == name}
+        raise no_application(name, address)
 
 
 def _drain(supervisors: dict[str, Any], seconds: float | None) -> None:

@@ -21,8 +21,7 @@ from cluster.death_log import MAX_DEATHS, WINDOW_SECONDS, DeathLog
 from cluster.engine_spec import EngineSpec, with_hash_seed
 from cluster.errors import EngineStartError, ResizeError
 from cluster.fault_counts import FaultCounts
-from cluster.group_size import group_size
-from cluster.link_choice import offer_link
+from cluster.joining import join, places_of
 from cluster.placement import check_room, choose_device, reserve
 from cluster.ray_errors import first_done, sentence, start_failure
 from cluster.resize import ResizeDesk
@@ -31,7 +30,6 @@ from cluster.shape import Shape
 from cluster.supervisor_view import Place, Recovery
 from cluster.worker_group import WorkerGroup
 from configs import ConfigError, Device, ResolvedConfig, resolve
-from scheduler.group import GroupSize
 from scheduler.messages import EngineInfo, EngineState, InterruptionCause
 
 logger = logging.getLogger(__name__)
@@ -328,35 +326,20 @@ class Engine:
         """When the model was loaded everywhere."""
         await workers.load(self._tell_progress)
         loaded_seconds = time.time()
-        await self._join(workers, config)
-        return loaded_seconds
-
-    async def _join(self, workers: WorkerGroup, config: ResolvedConfig) -> None:
-        """Let everybody who is there find each other, and the scheduler plan."""
-        scheduler_place, places = await asyncio.gather(
-            self._scheduler.actor.place.remote(), workers.places()
-        )
-        self.scheduler_place, self.places = scheduler_place, tuple(places)
-        is_local = {place.node_id for place in places} == {scheduler_place.node_id}
-        link = offer_link(
-            config.parallel, workers.num_ranks, None if is_local else scheduler_place.host
-        )
-        address = await self._scheduler.actor.open_link.remote(link.of_scheduler)
-        hellos = await workers.join(self._epoch, places, is_local=is_local)
-        size = group_size(hellos, config, self._device)
-        workers.run(link, address)
-        await self._begin(workers, size)
-
-    async def _begin(self, workers: WorkerGroup, size: GroupSize) -> None:
-        """Let the scheduler plan. Raises EngineStartError if a rank fails before all are there."""
+        places = await places_of(self._scheduler, workers)
+        self.scheduler_place, self.places = places.scheduler, places.ranks
         if self._drain_reason:
             await self._scheduler.set_drain(self._drain_reason)
-        begun = asyncio.ensure_future(self._scheduler.begin(self._epoch, size, self._replicas()))
-        # A rank that fails before it has joined would be waited for in vain.
-        ended = asyncio.ensure_future(workers.first_end())
-        if begun not in await first_done(begun, ended):
-            raise EngineStartError(ended.result())
-        begun.result()
+        await join(
+            self._scheduler,
+            workers,
+            places,
+            epoch=self._epoch,
+            replicas=self._replicas(),
+            config=config,
+            device=self._device,
+        )
+        return loaded_seconds
 
     async def _first_loss(self) -> str:
         """Wait until any process of the group is lost, or another shape is wanted; the reason."""

@@ -35,6 +35,8 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # CPU workers ask for no GPU, which is no reason to hide the GPUs with a warning.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # By default Ray's workers yield to whatever else runs, at a niceness of 15. Here they serve.
+    "RAY_worker_niceness": "0",
     # glibc gives each of the some 20 threads of a Ray process a heap of its own, which only grows.
     "MALLOC_ARENA_MAX": "2",
 }

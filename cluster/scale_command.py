@@ -4,10 +4,10 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.applications import Address, applications, no_application
 from cluster.console import Progress
 from cluster.errors import CommandError
 from cluster.local_ray import AUTO, clusters_at, joined_cluster
-from cluster.status_command import Address
 
 _ANSWER_SECONDS = 10.0
 _TICK_SECONDS = 0.5
@@ -43,25 +43,15 @@ def scale(
     found = []
     for cluster in clusters_at(address):
         with joined_cluster(cluster):
-            found += [(cluster, app) for app in _apps() if name in (None, app)]
-    if len(found) != 1:
-        raise CommandError(_which_one([app for _, app in found], name, address))
+            found += [(cluster, app) for app in applications(name)]
+    if not found:
+        raise no_application(name, address)
+    if len(found) > 1:
+        apps = ", ".join(sorted(app for _, app in found))
+        raise CommandError(f"Several applications run ({apps}): say which one with --name.")
     ((cluster, app),) = found
     with joined_cluster(cluster):
         _scale(app, tp, pp, Progress())
-
-
-def _apps() -> list[str]:
-    from cluster.supervisor import existing_supervisors
-
-    return sorted(existing_supervisors())
-
-
-def _which_one(apps: list[str], name: str | None, address: str) -> str:
-    if apps:
-        return f"Several applications run ({', '.join(sorted(apps))}): say which one with --name."
-    which = "No application" if name is None else f"No application {name}"
-    return f"{which} runs on the Ray cluster at {address}; `palimpsest status` shows those that do."
 
 
 def _scale(app: str, tp: int | None, pp: int | None, progress: Progress) -> None:
@@ -69,9 +59,8 @@ def _scale(app: str, tp: int | None, pp: int | None, progress: Progress) -> None
 
     from cluster.errors import ResizeError
     from cluster.ray_errors import sentence
-    from cluster.supervisor import existing_supervisors
 
-    supervisor = existing_supervisors()[app]
+    supervisor = applications()[app]
     call = supervisor.resize.remote(tp, pp)
     try:
         with progress.step(f"Resizing {app}") as tell:

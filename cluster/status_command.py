@@ -10,18 +10,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from cluster.applications import Address, applications, no_application
 from cluster.errors import CommandError
 from cluster.local_ray import AUTO, clusters_at, joined_cluster
 from cluster.supervisor_view import AppStatus
 from scheduler.status import Counters, Spread, Timings
-
-Address = Annotated[
-    str,
-    typer.Option(
-        help="Ray cluster to look at; `auto` stands for those that `palimpsest serve` has started "
-        "on this machine, or else the one that Ray finds here."
-    ),
-]
 
 _ANSWER_SECONDS = 10.0
 
@@ -43,10 +36,7 @@ def status(
         with joined_cluster(cluster):
             statuses += _all_statuses()
     if not statuses:
-        raise CommandError(
-            f"No application runs on the Ray cluster at {address}; start one with "
-            f"`palimpsest serve`."
-        )
+        raise no_application(None, address)
     if as_json:
         typer.echo(json.dumps([_as_json(status) for status in statuses], indent=2))
         return
@@ -58,11 +48,9 @@ def status(
 def _all_statuses() -> list[AppStatus]:
     import ray
 
-    from cluster.supervisor import existing_supervisors
-
-    calls = {app: handle.status.remote() for app, handle in existing_supervisors().items()}
+    calls = {app: handle.status.remote() for app, handle in applications().items()}
     statuses = []
-    for app, call in sorted(calls.items()):
+    for app, call in calls.items():
         try:
             statuses.append(ray.get(call, timeout=_ANSWER_SECONDS))
         except ray.exceptions.RayActorError:

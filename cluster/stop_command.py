@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from cluster.app_end import end
-from cluster.errors import CommandError
+from cluster.applications import Address, applications, no_application
 from cluster.local_ray import (
     AUTO,
     NoClusterError,
@@ -13,7 +13,6 @@ from cluster.local_ray import (
     joined_cluster,
     remove_remains,
 )
-from cluster.status_command import Address
 
 
 def stop(
@@ -49,18 +48,12 @@ def stop(
     elif name is None:
         typer.echo("No application is running.")
     else:
-        raise CommandError(
-            f"No application {name} runs on the Ray cluster at {address}; `palimpsest status` "
-            f"shows those that do."
-        )
+        raise no_application(name, address)
 
 
 def _stop(name: str | None) -> list[str]:
     """The names of the applications that were ended."""
-    from cluster.supervisor import existing_supervisors
-
-    supervisors = existing_supervisors()
-    ended = sorted(supervisors) if name is None else [app for app in supervisors if app == name]
-    for app in ended:
-        end(app, supervisors[app], "the server is being stopped")
-    return ended
+    found = applications(name)
+    for app, supervisor in found.items():
+        end(app, supervisor, "the server is being stopped")
+    return list(found)

@@ -24,7 +24,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -169,10 +169,11 @@ def measure(busy: Server, idle: Server, scenario: Scenario, seed: int, vocab_siz
 def compare(
     ours: Server, peer: Server, scenarios: Sequence[Scenario], rounds: int, vocab_size: int
 ) -> list[Run]:
-    """One round over all scenarios after the other; round 0 only warms up and is not told."""
+    """One round over all scenarios after the other, and before them a few requests to warm up."""
+    warm_up = [replace(s, output_tokens=2, concurrency=1, num_requests=1) for s in scenarios]
     runs = []
-    for number in range(rounds + 1):
-        for scenario in scenarios:
+    for number, round_of in enumerate([warm_up, *[scenarios] * rounds]):
+        for scenario in round_of:
             for busy, idle in ((ours, peer), (peer, ours)):
                 run = measure(busy, idle, scenario, number, vocab_size)
                 told = f"{run.tokens_per_second:.1f} tokens/s"

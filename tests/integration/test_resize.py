@@ -311,7 +311,7 @@ def test_smollm2_over_http(port: int) -> None:
         "cache.kv_cache_memory=64MiB",
     )
     with deployed("smollm2", port, *settings) as app:
-        load = undisturbed(app, the_jobs(24))
+        load = undisturbed(app, the_jobs(12))
         sizes = []
         with load.running():
             for tp, pp in ((3, 1), (1, 1), (1, 2)):

@@ -44,6 +44,6 @@ def test_both_servers_get_the_same_load_in_turn() -> None:
     assert [run.server for run in runs] == ["a", "b"] * 2
     assert {run.result.completed for run in runs} == {3}
     assert {run.result.output_tokens for run in runs} == {15}
-    # Two rounds that are told, and the one before that warms up.
-    assert counted == [3 * 3 * 20] * 2
+    # Two rounds of three requests, and the one before that warms up.
+    assert counted == [(2 * 3 + 1) * 20] * 2
     assert [run.idle_cores is None for run in runs] == [True, False] * 2

@@ -1,4 +1,4 @@
-"""A node that dies together with the supervisor, the scheduler and a rank; clients elsewhere go on.
+"""A node that dies together with the supervisor and the scheduler; clients elsewhere go on.
 
 python -m tests.support.lost_home
 
