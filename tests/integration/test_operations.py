@@ -29,7 +29,7 @@ from tests.support.events import Stream
 from tests.support.faults import kill
 from tests.support.models import make_stories_stand_in
 from tests.support.served_model import ready_to_serve
-from tests.support.serving import App, deployed, free_port, serve_on
+from tests.support.serving import App, deployed
 
 pytestmark = pytest.mark.timeout(func_only=True)
 
@@ -40,13 +40,6 @@ REASON = "the server is being drained"
 # What the fake model says depends on the seed.
 LONG = {"prompt": [1, 2, 3], "seed": 1, "ignore_eos": True, "max_tokens": 1000}
 SHORT = {**LONG, "max_tokens": 150}
-
-
-@pytest.fixture(scope="module")
-def port(ray_cluster: None) -> Iterator[int]:
-    port = free_port()
-    with serve_on(port):
-        yield port
 
 
 @pytest.fixture(scope="module")
