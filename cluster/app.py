@@ -27,6 +27,8 @@ from configs.settings import all_settings, sections
 _MAX_ONGOING_REQUESTS = 100_000
 _NO_LIMIT = -1
 _HEALTH_CHECK_SECONDS = 1.0
+# What a replica needs, after its time is over, to tell the clients that are left.
+_LAST_WORDS_SECONDS = 10.0
 
 _PATHS_OF_ARGUMENTS = "config, model, SECTION.KEY, or SECTION with keys in it"
 
@@ -81,13 +83,14 @@ def application(
         ),
         max_queue_seconds=server.max_queue_seconds,
         max_recovery_seconds=server.max_recovery_seconds,
+        enable_chaos=server.enable_chaos,
         waits_for_engine=waits_for_engine,
     )
     deployment = Ingress.options(
         num_replicas=server.num_replicas,
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
         max_queued_requests=_NO_LIMIT,
-        graceful_shutdown_timeout_s=server.drain_seconds,
+        graceful_shutdown_timeout_s=server.drain_seconds + _LAST_WORDS_SECONDS,
         # A dead replica is missed at the next check, and until then nobody takes its place.
         health_check_period_s=_HEALTH_CHECK_SECONDS,
         # A small machine must be able to hold the ingress beside its workers.

@@ -24,6 +24,7 @@ class Outcome:
     sent_seconds: float
     token_seconds: list[float] = field(default_factory=list)
     """When each piece of the stream that has a token came."""
+    text: str = ""
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     """As the server counts them; None: it does not say."""
@@ -90,8 +91,13 @@ class _Choice(msgspec.Struct):
         """The chunk that only says who speaks has none."""
         if self.delta is None:
             return self.text is not None
-        said = self.delta.content or self.delta.reasoning_content
-        return bool(said) or (self.delta.role is None and self.delta.content is not None)
+        return bool(self.said) or (self.delta.role is None and self.delta.content is not None)
+
+    @property
+    def said(self) -> str:
+        if self.delta is None:
+            return self.text or ""
+        return self.delta.content or self.delta.reasoning_content or ""
 
 
 class _Chunk(msgspec.Struct):
@@ -177,6 +183,7 @@ def _take(chunk: _Chunk, outcome: Outcome, now: float) -> None:
         return
     if any(choice.has_token for choice in chunk.choices):
         outcome.token_seconds.append(now)
+        outcome.text += "".join(choice.said for choice in chunk.choices)
     usage = chunk.usage
     if usage is None:
         return

@@ -116,7 +116,7 @@ def bench(
     fields: dict[str, Any] = {"temperature": temperature}
     if ignore_eos or (ignore_eos is None and file is None):
         fields["ignore_eos"] = True
-    target = _Target(url.rstrip("/"), endpoint, model, _key(api_key_file), fields)
+    target = _Target(url.rstrip("/"), endpoint, model, read_key(api_key_file), fields)
     requests = source.requests(num_requests + warmup)
     first, requests = requests[num_requests:], requests[:num_requests]
     pace = Pace(request_rate, burstiness, concurrency)
@@ -124,7 +124,7 @@ def bench(
     result = summarize(load, limits_ms=limits_ms, percentiles=cuts)
     print_result(result, Console())
     if as_json is not None:
-        _write(as_json, {"url": target.url, "seed": seed, **result.as_json()})
+        write_figures(as_json, {"url": target.url, "seed": seed, **result.as_json()})
     if not result.completed:
         raise CommandError("Not one request was answered in full; the errors are above.")
 
@@ -196,7 +196,7 @@ async def _run(
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), headers=headers, timeout=timeout
     ) as session:
-        model = target.model or await _first_model(session, target.url)
+        model = target.model or await first_model(session, target.url)
         client = BenchClient(session, target.url, target.endpoint, model, target.fields)
         for request in first:
             outcome = await client.ask(request)
@@ -206,7 +206,8 @@ async def _run(
             return await run_load(client, requests, pace, seed=seed, on_end=on_end)
 
 
-async def _first_model(session: "aiohttp.ClientSession", url: str) -> str:
+async def first_model(session: "aiohttp.ClientSession", url: str) -> str:
+    """The one that the server names first. Raises CommandError."""
     import aiohttp
 
     try:
@@ -282,16 +283,17 @@ def _check_above_zero(option: str, value: float) -> None:
         raise CommandError(f"{option} is {value:g}, but must be a number above 0.")
 
 
-def _key(path: Path | None) -> str | None:
+def read_key(path: Path | None) -> str | None:
+    """Raises CommandError."""
     if path is None:
         return None
     try:
         return path.read_text().strip()
     except OSError as error:
-        raise CommandError(f"Cannot read the API key in {path}: {error.strerror}.") from error
+        raise CommandError(f"Cannot read the key in {path}: {error.strerror}.") from error
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def write_figures(path: Path, content: dict[str, Any]) -> None:
     try:
         path.write_text(json.dumps(content, indent=2) + "\n")
     except OSError as error:

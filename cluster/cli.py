@@ -11,7 +11,9 @@ from typing import Annotated
 import typer
 
 from cluster.bench_command import bench
+from cluster.chaos_command import chaos
 from cluster.config_command import config
+from cluster.drain_command import drain
 from cluster.errors import CommandError
 from cluster.pull_command import pull
 from cluster.scale_command import scale
@@ -46,9 +48,11 @@ def _app() -> typer.Typer:
     app.command()(serve)
     app.command()(status)
     app.command()(scale)
+    app.command()(drain)
     app.command()(stop)
     app.command()(pull)
     app.command()(bench)
+    app.command()(chaos)
     app.command()(simulate)
     app.command()(config)
     return app

@@ -10,7 +10,6 @@ group, what died is replaced at its place, and a new group forms under the next 
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -19,19 +18,19 @@ from typing import Any
 import ray
 
 from cluster.death_log import MAX_DEATHS, WINDOW_SECONDS, DeathLog
-from cluster.engine_spec import EngineSpec
+from cluster.engine_spec import EngineSpec, with_hash_seed
 from cluster.errors import EngineStartError, ResizeError
 from cluster.fault_counts import FaultCounts
 from cluster.group_size import group_size
 from cluster.link_choice import offer_link
 from cluster.placement import check_room, choose_device, reserve
-from cluster.ray_errors import first_done, sentence
+from cluster.ray_errors import first_done, sentence, start_failure
 from cluster.resize import ResizeDesk
 from cluster.scheduler_handle import SchedulerHandle
 from cluster.shape import Shape
 from cluster.supervisor_view import Place, Recovery
 from cluster.worker_group import WorkerGroup
-from configs import Config, ConfigError, Device, ResolvedConfig, resolve
+from configs import ConfigError, Device, ResolvedConfig, resolve
 from scheduler.group import GroupSize
 from scheduler.messages import EngineInfo, EngineState, InterruptionCause
 
@@ -55,11 +54,12 @@ class Engine:
         are, `report` is called whenever `info` or `scheduler` has changed. `shape`: None for the
         one in `spec`."""
         self.spec = spec
-        self._config = _with_hash_seed(spec.config)
+        self._config = with_hash_seed(spec.config)
         self._next_epoch = next_epoch
         self._replicas = replicas
         self._report = report
-        self.info = EngineInfo(EngineState.STARTING, "the engine is being started")
+        self._own_info = EngineInfo(EngineState.STARTING, "the engine is being started")
+        """Whether or not it is being drained."""
         self.recoveries: deque[Recovery] = deque(maxlen=_NUM_RECOVERIES)
         """The last ones, in order."""
         self.num_recoveries = 0
@@ -79,6 +79,10 @@ class Engine:
         self._running: asyncio.Task[None] | None = None
 
     @property
+    def info(self) -> EngineInfo:
+        return self._own_info.while_draining(self._drain_reason)
+
+    @property
     def scheduler(self) -> Any:
         """The handle of the scheduler actor once requests may go there, else None."""
         return self._scheduler.actor if self._scheduler.has_begun else None
@@ -92,31 +96,55 @@ class Engine:
         """Begin; `info` says how far things are, and what became of them."""
         self._running = asyncio.create_task(self._run(), name="engine")
 
-    async def drain(self, reason: str, timeout_seconds: float) -> None:
-        """Take nothing new; returns when everything has ended, or after `timeout_seconds`."""
-        if not self.info.takes_requests:
-            return
-        self._drain_reason = reason
-        self._set_info(self.info.state)
-        with contextlib.suppress(TimeoutError):
+    async def drain(self, reason: str, timeout_seconds: float) -> int | None:
+        """Take nothing new, for `reason`, and let go on what was accepted, also what only waits.
+
+        Returns when all of it has ended, by itself or after `timeout_seconds` with an error; how
+        many the latter were, or None if the engine failed or takes requests again, or is drained
+        for another reason now. It stays, until `undrain` lets it take requests again.
+        """
+        await self._set_drain(reason)
+        try:
             async with asyncio.timeout(timeout_seconds):
-                while self.info.state is EngineState.DRAINING:
-                    with contextlib.suppress(ray.exceptions.RayActorError):
-                        if self.scheduler is not None:
-                            await self.scheduler.drain.remote(reason)
-                            return
-                    await asyncio.sleep(_DRAIN_TICK_SECONDS)  # another one is on its way
+                await self._wait_drained()
+                has_failed = self.info.state is EngineState.FAILED
+                return None if has_failed or self._drain_reason != reason else 0
+        except TimeoutError:
+            if self._drain_reason != reason:
+                return None
+            had = f", and what ran had {timeout_seconds:g} s to end" if timeout_seconds else ""
+            return await self._scheduler.end_all(f"{reason}{had}")
+
+    async def undrain(self) -> None:
+        """Take requests again."""
+        await self._set_drain("")
+
+    async def _set_drain(self, reason: str) -> None:
+        self._drain_reason = reason
+        self._report()
+        await self._scheduler.set_drain(reason)
+
+    async def _wait_drained(self) -> None:
+        """Over all the schedulers that there may be meanwhile."""
+        while self.info.state is EngineState.DRAINING:
+            with contextlib.suppress(ray.exceptions.RayError):
+                if self.scheduler is not None:
+                    await self.scheduler.wait_drained.remote()
+                    return
+            await asyncio.sleep(_DRAIN_TICK_SECONDS)  # another one is on its way
 
     async def close(self, reason: str) -> None:
         """End what is left of requests with `reason`, then every process, and give the resources
         back. Safe to call again."""
+        await self.drain(reason, 0.0)
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
         self._resizes.close(reason)
         await self._scheduler.lose(self._epoch, reason)
-        await self._scheduler.give_up(reason)
-        await self._end_processes()
+        if self._workers is not None:
+            await self._workers.close()
+        self._scheduler.kill()
 
     async def resize(self, shape: Shape) -> None:
         """Go on with workers of another shape; returns when their group stands.
@@ -322,6 +350,8 @@ class Engine:
 
     async def _begin(self, workers: WorkerGroup, size: GroupSize) -> None:
         """Let the scheduler plan. Raises EngineStartError if a rank fails before all are there."""
+        if self._drain_reason:
+            await self._scheduler.set_drain(self._drain_reason)
         begun = asyncio.ensure_future(self._scheduler.begin(self._epoch, size, self._replicas()))
         # A rank that fails before it has joined would be waited for in vain.
         ended = asyncio.ensure_future(workers.first_end())
@@ -342,11 +372,6 @@ class Engine:
                 return loss.result()
         return self._resize_reason
 
-    async def _end_processes(self) -> None:
-        if self._workers is not None:
-            await self._workers.close()
-        self._scheduler.kill()
-
     # -- what is told --------------------------------------------------------------------
 
     @property
@@ -354,37 +379,19 @@ class Engine:
         return f"the workers change from {self.shape} to {self._resizes.wanted}"
 
     def _tell_progress(self, text: str) -> None:
-        is_first = self.info.state is EngineState.STARTING
+        is_first = self._own_info.state is EngineState.STARTING
         self._set_info(EngineState.STARTING if is_first else EngineState.RECOVERING, text)
 
     def _set_info(self, state: EngineState, reason: str = "") -> None:
-        if self._drain_reason and state in (EngineState.READY, EngineState.RECOVERING):
-            state, reason = EngineState.DRAINING, self._drain_reason
-        self.info = EngineInfo(state, reason, epoch=self._epoch)
+        self._own_info = EngineInfo(state, reason, epoch=self._epoch)
         if state is EngineState.RECOVERING:
             self._scheduler.explain(reason)
         self._report()
 
     def _told(self, error: Exception) -> str:
-        if isinstance(error, ray.exceptions.RayActorError):
-            return "a process of the engine died while it was being started"
-        if isinstance(error, TimeoutError):
-            limit_seconds = self.spec.config.server.group_start_seconds
-            return (
-                f"the workers were not ready after {limit_seconds:.0f} s: raise "
-                f"server.group_start_seconds if they only need longer"
-            )
-        return sentence(error)
+        return start_failure(error, self._config.server.group_start_seconds)
 
 
 def _loading(num_ranks: int, num_ready: int) -> str:
     ready = f", {num_ready} of them are ready" if num_ready else ""
     return f"{num_ranks} workers are loading the model{ready}"
-
-
-def _with_hash_seed(config: Config) -> Config:
-    """Drawn once per engine, so that nobody outside can know which contents collide."""
-    if config.cache.hash_seed is not None:
-        return config
-    cache = config.cache.model_copy(update={"hash_seed": secrets.randbits(64)})
-    return config.model_copy(update={"cache": cache})

@@ -9,9 +9,10 @@ import ray
 
 from cluster.engine_client import EngineClient
 from cluster.engine_spec import EngineSpec
-from cluster.errors import EngineBusyError, EngineLostError
+from cluster.errors import EngineBusyError, EngineLostError, EngineReplacedError
+from cluster.processes import place_here
 from cluster.supervisor import supervisor_of
-from cluster.supervisor_view import EngineView
+from cluster.supervisor_view import EngineView, ReplicaActor
 from scheduler.errors import CacheInUseError, CoreCrashedError
 from scheduler.messages import (
     AbortRequests,
@@ -90,6 +91,7 @@ class RayEngineCalls:
         if self._scheduler is None:
             await asyncio.sleep(_PAUSE_SECONDS)
         if self._scheduler is None:
+            self._check_not_replaced()
             return PollAnswer(last_batch, (), self._info())
         return decode(await self._call("poll", client_id, last_batch), PollAnswer)
 
@@ -110,13 +112,15 @@ class RayEngineCalls:
                     self._lost_id = self._scheduler_id
                 raise EngineLostError(_LOST) from error
 
+    def _check_not_replaced(self) -> None:
+        if self._view is not None and self._view.fingerprint != self._spec.fingerprint:
+            raise EngineReplacedError(_REPLACED)
+
     def _info(self) -> EngineInfo:
         """What is to be said of the engine while there is no scheduler to ask."""
         view = self._view
         if view is None:
             return EngineInfo(EngineState.STARTING, "the supervisor has not answered yet")
-        if view.fingerprint != self._spec.fingerprint:
-            return EngineInfo(EngineState.DRAINING, _REPLACED)
         if view.scheduler_id == self._lost_id and view.info.is_ready:
             return EngineInfo(EngineState.RECOVERING, _LOST)
         return view.info
@@ -128,7 +132,7 @@ class RayEngineCalls:
                 if self._supervisor is None:
                     self._supervisor = supervisor_of(self._app)
                     call = self._supervisor.attach.remote(
-                        self._client_id, self._spec, _name_of_this_actor()
+                        self._client_id, self._spec, _this_actor()
                     )
                 else:
                     version = self._view.version if self._view is not None else -1
@@ -155,10 +159,11 @@ class RayEngineCalls:
             self._scheduler, self._scheduler_id = view.scheduler, view.scheduler_id
 
 
-def _name_of_this_actor() -> str | None:
+def _this_actor() -> ReplicaActor | None:
     """None where this process is no actor, or one without a name."""
     context = ray.get_runtime_context()
-    return context.get_actor_name() if context.get_actor_id() is not None else None
+    name = context.get_actor_name() if context.get_actor_id() is not None else None
+    return ReplicaActor(name, place_here()) if name else None
 
 
 def connect(app: str, spec: EngineSpec, *, max_recovery_seconds: float = 60.0) -> EngineClient:

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import msgspec
 
-from cluster.errors import EngineLostError, EngineUnavailableError
+from cluster.errors import EngineLostError, EngineReplacedError, EngineUnavailableError
 from cluster.metrics_exchange import CountsCalls, MetricsExchange
 from cluster.request_stream import RequestStream
 from scheduler.messages import (
@@ -104,8 +104,7 @@ class EngineClient:
         self._recovering_since_seconds = 0.0
         self._num_schedulers = 0
         """That have been brought what there is."""
-        self._is_lost = False
-        """The last of them is gone, and there is no other yet."""
+        self._leave_reason = ""
         self._last_batch = 0
         self._poller: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
@@ -116,7 +115,7 @@ class EngineClient:
 
     def info(self) -> EngineInfo:
         """The state that came with the last poll, at most a few seconds old. Costs nothing."""
-        return self._info
+        return self._info.while_draining(self._leave_reason)
 
     async def wait_ready(self, timeout_seconds: float | None = None) -> EngineInfo:
         """Wait until the engine is ready or has failed, at most `timeout_seconds` (None: on)."""
@@ -140,9 +139,17 @@ class EngineClient:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._fail_streams("the server is shutting down")
+        self._leave_reason = "the server is shutting down"
+        self._fail_streams(self._leave_reason)
         if self._on_close is not None:
             await self._on_close()
+
+    def leave(self, reason: str) -> None:
+        """This replica has no more time: end its requests with `reason`, and take no others."""
+        self._leave_reason = reason
+        for request_id in list(self._streams):
+            self._tell_end_soon(EndRequest(request_id, EndReason.ABORT))
+        self._fail_streams(reason)
 
     async def submit(self, messages: Sequence[SubmitRequest]) -> Admission:
         """Queue all of `messages`, or none; `stream` is there for each as soon as it is accepted.
@@ -186,7 +193,7 @@ class EngineClient:
 
     def _check_open(self) -> None:
         """Raises EngineUnavailableError if nothing new can be taken."""
-        info = self._info
+        info = self.info()
         if not info.takes_requests:
             raise EngineUnavailableError(info.reason)
         if info.is_ready:
@@ -261,6 +268,10 @@ class EngineClient:
                 self._take(answer)
                 if answer.is_new:
                     await self._resume()
+            except EngineReplacedError as error:
+                self._set_info(EngineInfo(EngineState.DRAINING, str(error)))
+                self._fail_streams(str(error))
+                await asyncio.sleep(_PAUSE_SECONDS)
             except EngineLostError as error:
                 self._lose(str(error))
                 await asyncio.sleep(_LOST_PAUSE_SECONDS)
@@ -282,7 +293,7 @@ class EngineClient:
 
     def _lose(self, reason: str) -> None:
         """The scheduler is gone, and with it what was under way."""
-        self._last_batch, self._is_lost = 0, True
+        self._last_batch = 0
         now = time.monotonic()
         for stream in self._streams.values():
             stream.lost(now)
@@ -305,7 +316,6 @@ class EngineClient:
             else:
                 stream.put(_failure(stream.request_id, answer.message), now)
         self._num_schedulers += 1
-        self._is_lost = False
         self._changed.set()
 
     def _set_info(self, info: EngineInfo) -> None:
@@ -322,8 +332,7 @@ class EngineClient:
             if info.state is EngineState.RECOVERING:
                 self._recovering_since_seconds = time.monotonic()
         self._info = info
-        has_gone = info.state is EngineState.DRAINING and self._is_lost
-        if has_gone or info.state is EngineState.FAILED:
+        if info.state is EngineState.FAILED:
             self._fail_streams(info.reason)
         self._changed.set()
 
@@ -339,9 +348,12 @@ class EngineClient:
         for request_id, stream in self._streams.items():
             if stream.is_stuck(now):
                 stream.end = EndRequest(request_id, EndReason.SLOW_CLIENT)
-                task = asyncio.create_task(self._tell_end(stream.end))
-                self._background.add(task)
-                task.add_done_callback(self._background.discard)
+                self._tell_end_soon(stream.end)
+
+    def _tell_end_soon(self, message: EndRequest) -> None:
+        task = asyncio.create_task(self._tell_end(message))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _fail_streams(self, reason: str) -> None:
         now = time.monotonic()

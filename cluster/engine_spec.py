@@ -1,6 +1,7 @@
 """What an engine is made from, as it travels from the application to the supervisor."""
 
 import hashlib
+import secrets
 import time
 from dataclasses import dataclass, field
 
@@ -46,3 +47,11 @@ class EngineSpec:
         """The same for specs that lead to the same engine."""
         text = f"{self.loader} {self.config.model_dump_json(exclude=_OF_NO_WEIGHT)}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def with_hash_seed(config: Config) -> Config:
+    """Drawn once per engine, so that nobody outside can know which contents collide."""
+    if config.cache.hash_seed is not None:
+        return config
+    cache = config.cache.model_copy(update={"hash_seed": secrets.randbits(64)})
+    return config.model_copy(update={"cache": cache})

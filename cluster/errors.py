@@ -22,6 +22,10 @@ class EngineLostError(EngineError):
     """The scheduler that was being talked to is gone, with everything it had accepted."""
 
 
+class EngineReplacedError(EngineLostError):
+    """It is gone, and none will come in its place for who was its client."""
+
+
 class EngineStartError(EngineError):
     """The engine cannot start; the message says what to change."""
 

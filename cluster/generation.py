@@ -30,6 +30,7 @@ from scheduler.messages import (
     EndReason,
     EndRequest,
     EngineInfo,
+    EngineState,
     NeverFits,
     QueueFull,
     SubmitRequest,
@@ -166,9 +167,14 @@ class Generation:
         piece = await self._queue.get()
         if isinstance(piece, Exception):
             raise piece
-        if piece.error is not None:
-            raise InternalError(f"The engine could not go on with this request: {piece.error}.")
-        return piece
+        if piece.error is None:
+            return piece
+        if self._engine.info().state is EngineState.DRAINING:
+            raise UnavailableError(
+                f"The request was ended: {piece.error}.",
+                retry_after_seconds=UNAVAILABLE_RETRY_SECONDS,
+            )
+        raise InternalError(f"The engine could not go on with this request: {piece.error}.")
 
     async def _read(self, choice: Choice) -> None:
         books = self._books[choice.request_id]

@@ -13,10 +13,12 @@ from starlette.types import ASGIApp
 from cluster.admin_routes import ADMIN_PATHS, admin_routes
 from cluster.api_errors import ApiError, ErrorBody, from_status, from_validation, our_fault
 from cluster.asgi import Gate, Guard
+from cluster.chaos_routes import CHAOS_PATHS, chaos_routes
 from cluster.frontend import Frontend
 from cluster.generation_routes import ClientGoneError, generation_routes
 from cluster.http_settings import HttpSettings
 from cluster.metrics_route import metrics_routes
+from cluster.operations import Operations
 from cluster.probe_routes import model_routes, probe_routes
 from cluster.token_routes import token_routes
 
@@ -31,8 +33,10 @@ _ERRORS = {
 }
 
 
-def build_http_app(frontend: Frontend, settings: HttpSettings) -> ASGIApp:
-    """The application of one replica.
+def build_http_app(
+    frontend: Frontend, settings: HttpSettings, operations: Operations | None = None
+) -> ASGIApp:
+    """The application of one replica; `operations` are for chaos, where that is enabled.
 
     request ──► Guard: its id ──► CORS ──► Gate: key, size ──► routes
     """
@@ -52,6 +56,9 @@ def build_http_app(frontend: Frontend, settings: HttpSettings) -> ASGIApp:
     if settings.admin_key:
         app.include_router(admin_routes(frontend.engine))
         admin_paths = ADMIN_PATHS
+        if operations is not None:
+            app.include_router(chaos_routes(operations))
+            admin_paths |= CHAOS_PATHS
     gated: ASGIApp = Gate(
         app, settings.api_keys, admin_key=settings.admin_key, admin_paths=admin_paths
     )

@@ -1,5 +1,6 @@
 """The HTTP side as a Ray Serve deployment: stateless replicas, each with its line to the engine."""
 
+import asyncio
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from pathlib import Path
 from ray import serve
 from starlette.types import ASGIApp
 
+from cluster.chaos import RayOperations
 from cluster.engine_calls import connect
 from cluster.engine_spec import EngineSpec
 from cluster.errors import EngineLostError
@@ -17,6 +19,7 @@ from cluster.http_app import build_http_app
 from cluster.http_settings import HttpSettings
 from cluster.listening import take_over_ports
 from cluster.logs import set_up_logging
+from cluster.replica_shutdown import on_shutdown
 from cluster.sampling import SamplingDefaults, SeedSource
 from cluster.text import TextCodec
 from configs import ModelConfig
@@ -36,6 +39,7 @@ class IngressSpec:
     http: HttpSettings
     max_queue_seconds: float
     max_recovery_seconds: float
+    enable_chaos: bool = False
     waits_for_engine: bool = False
 
 
@@ -49,12 +53,17 @@ class IngressReplica:
         take_over_ports()
         self._spec = spec
         self._waits_for_engine = spec.waits_for_engine
+        app = serve.get_replica_context().app_name
+        self._operations = RayOperations(app) if spec.enable_chaos else None
         self._engine = connect(
-            serve.get_replica_context().app_name,
+            app,
             spec.engine,
             max_recovery_seconds=spec.max_recovery_seconds,
         )
         self._executor = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="text")
+        self._leaving: asyncio.TimerHandle | None = None
+        loop = asyncio.get_running_loop()
+        on_shutdown(lambda: loop.call_soon_threadsafe(self._leave_in_time))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         directory = find_model_directory(self._spec.model)
@@ -66,7 +75,14 @@ class IngressReplica:
             model_names=self._spec.model.served_model_name or (self._spec.model.model,),
             max_queue_seconds=self._spec.max_queue_seconds,
         )
-        return build_http_app(frontend, self._spec.http)
+        return build_http_app(frontend, self._spec.http, self._operations)
+
+    def _leave_in_time(self) -> None:
+        """Serve stops this replica: it sends nothing new here, and waits for what runs, which has
+        a clear end when its time is over."""
+        seconds = self._spec.engine.config.server.drain_seconds
+        reason = f"this server process is being stopped, and what ran had {seconds:g} s to end"
+        self._leaving = asyncio.get_running_loop().call_later(seconds, self._engine.leave, reason)
 
     async def check_health(self) -> None:
         """Serve replaces a replica whose engine is given up; the new one asks for a new engine."""
@@ -79,6 +95,8 @@ class IngressReplica:
             raise EngineLostError(info.reason)
 
     async def __del__(self) -> None:
+        if self._leaving is not None:
+            self._leaving.cancel()
         await self._engine.close()
         self._executor.shutdown(wait=False)
 

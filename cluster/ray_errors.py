@@ -31,3 +31,15 @@ async def first_done(*futures: asyncio.Future[Any]) -> set[asyncio.Future[Any]]:
         for future in futures:
             future.cancel()
         await asyncio.gather(*futures, return_exceptions=True)
+
+
+def start_failure(error: Exception, limit_seconds: float) -> str:
+    """Why a group could not form, within so many seconds."""
+    if isinstance(error, ray.exceptions.RayActorError):
+        return "a process of the engine died while it was being started"
+    if isinstance(error, TimeoutError):
+        return (
+            f"the workers were not ready after {limit_seconds:.0f} s: raise "
+            f"server.group_start_seconds if they only need longer"
+        )
+    return sentence(error)

@@ -123,6 +123,22 @@ class SchedulerHandle:
             with contextlib.suppress(ray.exceptions.RayError):
                 await self.actor.exchange_counts.remote(encode(counts))
 
+    async def set_drain(self, reason: str) -> None:
+        """See `SchedulerActor.set_drain`."""
+        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                if self.actor is not None:
+                    await self.actor.set_drain.remote(reason)
+
+    async def end_all(self, reason: str) -> int:
+        """End all requests, with `reason`; how many that were."""
+        num_ended = 0
+        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                if self.actor is not None:
+                    num_ended = await self.actor.end_all.remote(reason)
+        return num_ended
+
     async def give_up(self, reason: str) -> None:
         """End all requests, with `reason`. The process stays, to tell its clients."""
         if self.actor is not None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.app_end import drain, end
 from cluster.config_command import ConfigFile, Overrides
 from cluster.console import Progress
 from cluster.errors import CommandError
@@ -39,6 +40,7 @@ DEFAULT_APP = "palimpsest"
 _READY_POLL_SECONDS = 0.2
 _WATCH_SECONDS = 2.0
 _STOP_SECONDS = 20.0
+_STOP_REASON = "the server is being stopped"
 
 
 def serve(
@@ -78,6 +80,9 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model over the OpenAI API, until Ctrl-C.
+
+    Ctrl-C ends what runs, with an error. SIGTERM lets it finish first, for at most
+    server.drain_seconds, while new requests are answered with 503; a second signal ends it.
 
     Examples:
 
@@ -140,7 +145,10 @@ def _run(plan: _Plan, progress: Progress) -> None:
         with progress.step("Starting the engine") as tell:
             _wait_ready(probe, tell)
         progress.say(welcome(plan.config, url, _engine_info(plan.app), progress.elapsed_seconds))
-        _watch(probe, progress)
+        try:
+            _watch(probe, progress)
+        except _TerminatedError:
+            _drain(plan, progress)
 
 
 def _fetch_model(config: Config, progress: Progress) -> None:
@@ -215,6 +223,15 @@ def _watch(probe: Probe, progress: Progress) -> None:
             progress.say(f"The engine is {state.name}{reason}.")
 
 
+def _drain(plan: _Plan, progress: Progress) -> None:
+    from cluster.supervisor import existing_supervisors
+
+    seconds = plan.config.server.drain_seconds
+    found = existing_supervisors()
+    with progress.step(f"Finishing what runs, for at most {seconds:g} s") as tell:
+        drain({app: found[app] for app in found if app == plan.app}, _STOP_REASON, seconds, tell)
+
+
 def _stop(plan: _Plan, progress: Progress) -> None:
     """End the engine first: its processes own memory that outlives a killed one."""
     # In a thread, because Ray waits for long when somebody has killed it before.
@@ -226,16 +243,21 @@ def _stop(plan: _Plan, progress: Progress) -> None:
 
 def _end_engine(plan: _Plan) -> None:
     import ray
-    from ray import serve
 
     from cluster.supervisor import existing_supervisors
 
-    if plan.address is not None:
-        serve.delete(plan.app)
     supervisor = existing_supervisors().get(plan.app)
-    if supervisor is not None:
+    if supervisor is None:
+        return
+    if plan.address is not None:
+        end(plan.app, supervisor, _STOP_REASON)
+    else:  # Serve ends with the cluster
         with contextlib.suppress(ray.exceptions.RayError):
-            ray.get(supervisor.stop.remote("palimpsest serve ends"), timeout=_STOP_SECONDS)
+            ray.get(supervisor.stop.remote(_STOP_REASON), timeout=_STOP_SECONDS)
+
+
+class _TerminatedError(KeyboardInterrupt):
+    """Somebody asked politely, with SIGTERM: there is time to finish."""
 
 
 @contextlib.contextmanager
@@ -243,7 +265,7 @@ def _interrupts() -> Iterator[None]:
     """Also a polite kill, and a terminal that goes away, end the command as Ctrl-C does."""
 
     def interrupt(signal_number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        raise _TerminatedError if signal_number == signal.SIGTERM else KeyboardInterrupt
 
     with _handlers(interrupt):
         yield

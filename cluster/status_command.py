@@ -85,6 +85,8 @@ def _as_json(status: AppStatus) -> dict[str, Any]:
         "num_replicas": status.num_replicas,
         "scheduler_place": status.scheduler_place and asdict(status.scheduler_place),
         "places": [asdict(place) for place in status.places],
+        "supervisor_place": asdict(status.supervisor_place),
+        "replica_places": [asdict(place) for place in status.replica_places],
         "counters": scheduler and scheduler.counters and asdict(scheduler.counters),
         "timings": scheduler and asdict(scheduler.timings),
         "num_restarts": status.num_restarts,
@@ -105,20 +107,17 @@ def _print(status: AppStatus, console: Console) -> None:
             f"{status.num_restarts} processes took the place of others; the last recovery took "
             f"{last.joined_seconds - last.noticed_seconds:.1f} s: {last.reason}"
         )
-    if status.places:
-        console.print(_ranks(status))
+    console.print(_processes(status))
     scheduler = status.scheduler
     if scheduler is not None and scheduler.counters is not None:
         console.print(_facts(status, scheduler.counters, scheduler.timings))
 
 
-def _ranks(status: AppStatus) -> Table:
+def _processes(status: AppStatus) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("process", "machine", "node", "pid"):
         table.add_column(column)
-    rows = [("scheduler", status.scheduler_place)] if status.scheduler_place is not None else []
-    rows += [(f"rank {rank}", place) for rank, place in enumerate(status.places)]
-    for name, place in rows:
+    for name, place in status.processes.items():
         table.add_row(name, place.host, place.node_id[:12], str(place.process_id))
     return table
 

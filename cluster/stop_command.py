@@ -1,10 +1,10 @@
 """`palimpsest stop`: end applications, also those whose `palimpsest serve` was killed."""
 
-import contextlib
 from typing import Annotated
 
 import typer
 
+from cluster.app_end import end
 from cluster.errors import CommandError
 from cluster.local_ray import (
     AUTO,
@@ -15,8 +15,6 @@ from cluster.local_ray import (
 )
 from cluster.status_command import Address
 
-_STOP_SECONDS = 30.0
-
 
 def stop(
     name: Annotated[
@@ -26,7 +24,8 @@ def stop(
 ) -> None:
     """End applications and their engines, and remove what killed commands have left.
 
-    A Ray cluster that was there before stays.
+    What runs ends with an error; `palimpsest drain` lets it finish first. A Ray cluster that was
+    there before stays.
 
     Examples:
 
@@ -58,22 +57,10 @@ def stop(
 
 def _stop(name: str | None) -> list[str]:
     """The names of the applications that were ended."""
-    import ray
-    from ray import serve
-
     from cluster.supervisor import existing_supervisors
 
     supervisors = existing_supervisors()
     ended = sorted(supervisors) if name is None else [app for app in supervisors if app == name]
     for app in ended:
-        # Replicas first: those that lose their supervisor ask for a new one.
-        with contextlib.suppress(Exception):  # Serve may have gone, which is what is wanted
-            serve.delete(app)
-        supervisor = supervisors[app]
-        try:
-            ray.get(supervisor.stop.remote("palimpsest stop"), timeout=_STOP_SECONDS)
-        except ray.exceptions.RayActorError:
-            pass  # its death is the answer
-        except ray.exceptions.GetTimeoutError:
-            ray.kill(supervisor)  # takes its workers with it
+        end(app, supervisors[app], "the server is being stopped")
     return ended

@@ -20,8 +20,9 @@ from cluster.engine import Engine
 from cluster.engine_spec import EngineSpec
 from cluster.errors import ResizeError
 from cluster.logs import set_up_logging
+from cluster.processes import place_here
 from cluster.shape import Shape, ShapeMemory
-from cluster.supervisor_view import AppStatus, EngineView
+from cluster.supervisor_view import AppStatus, EngineView, ReplicaActor
 from scheduler.messages import EngineInfo, EngineState
 
 logger = logging.getLogger(__name__)
@@ -49,26 +50,26 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._seen_seconds: dict[str, float] = {}
         self._last_seen_seconds = time.monotonic()
-        self._actor_names: dict[str, str] = {}
+        self._replica_actors: dict[str, ReplicaActor] = {}
         """Of the clients that are actors."""
         self._num_looking = 0
         self._stopping = asyncio.Lock()
         self._lease: asyncio.Task[None] | None = None
 
     async def attach(
-        self, client_id: str, spec: EngineSpec, actor_name: str | None = None
+        self, client_id: str, spec: EngineSpec, replica: ReplicaActor | None = None
     ) -> EngineView:
         """See to it that an engine for `spec` runs, or will, and take part in the lease.
 
-        `actor_name`: the client is this actor, whose death is its own.
+        `replica`: the client is this actor, whose death is its own.
 
         One for the same configuration is used as it is, unless it has failed. One for another
         is drained and replaced if `spec` was deployed later; otherwise nothing happens, and the
         view has another fingerprint.
         """
         self._see(client_id)
-        if actor_name is not None:
-            self._actor_names[client_id] = actor_name
+        if replica is not None:
+            self._replica_actors[client_id] = replica
         if self._lease is None:
             self._lease = asyncio.create_task(self._watch_lease(), name="lease")
         current = self._spec
@@ -135,11 +136,36 @@ class Supervisor:
             num_replicas=len(self._seen_seconds),
             scheduler_place=engine.scheduler_place if engine is not None else None,
             places=engine.places if engine is not None else (),
+            supervisor_place=place_here(),
+            replica_places=tuple(actor.place for actor in self._replica_actors.values()),
             scheduler=scheduler,
             num_restarts=engine.faults.num_restarts if engine is not None else 0,
             num_recoveries=engine.num_recoveries if engine is not None else 0,
             recoveries=tuple(engine.recoveries) if engine is not None else (),
         )
+
+    async def drain(self, reason: str, timeout_seconds: float | None = None) -> int | None:
+        """Take no new requests, for `reason`, and let the others go on for `timeout_seconds`
+        (None: `server.drain_seconds`); see `Engine.drain`.
+
+        It holds until `undrain`, or until another configuration is deployed.
+        """
+        if self._replacing is not None:
+            await asyncio.shield(self._replacing)
+        if self._engine is None:
+            return 0
+        if timeout_seconds is None:
+            timeout_seconds = self._engine.spec.config.server.drain_seconds
+        logger.info("%s is drained for at most %g s: %s", self._app, timeout_seconds, reason)
+        num_ended = await self._engine.drain(reason, timeout_seconds)
+        if num_ended is not None:
+            logger.info("%s is drained; %d requests had to be ended", self._app, num_ended)
+        return num_ended
+
+    async def undrain(self) -> None:
+        """Take requests again."""
+        if self._engine is not None:
+            await self._engine.undrain()
 
     async def stop(self, reason: str) -> None:
         """End the engine and this actor; the call itself fails with its death."""
@@ -236,20 +262,20 @@ class Supervisor:
 
     async def _end_dead_replicas(self) -> None:
         """Their requests hold blocks, and nobody will ever read what comes of them."""
-        if not self._actor_names:
+        if not self._replica_actors:
             return
         alive = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
         names = {entry["name"] for entry in alive}
-        for client_id, name in list(self._actor_names.items()):
-            if name not in names:
-                logger.warning("the ingress replica %s is dead; its requests end", name)
+        for client_id, actor in list(self._replica_actors.items()):
+            if actor.name not in names:
+                logger.warning("the ingress replica %s is dead; its requests end", actor.name)
                 self._forget(client_id)
                 if self._engine is not None:
                     await self._engine.forget(client_id)
 
     def _forget(self, client_id: str) -> None:
         self._seen_seconds.pop(client_id, None)
-        self._actor_names.pop(client_id, None)
+        self._replica_actors.pop(client_id, None)
 
 
 def supervisor_of(app: str, *, lease_seconds: float = LEASE_SECONDS) -> Any:

@@ -19,6 +19,14 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaActor:
+    """An ingress replica as Ray knows it."""
+
+    name: str
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
 class EngineView:
     """The engine as the supervisor shows it."""
 
@@ -65,9 +73,22 @@ class AppStatus:
     scheduler_place: Place | None
     places: tuple[Place, ...]
     """Of all ranks, in their order."""
+    supervisor_place: Place
+    replica_places: tuple[Place, ...]
+    """Of the ingress replicas, in the order in which they came."""
     scheduler: SchedulerStatus | None
     num_restarts: int
     """Processes that took the place of another."""
     num_recoveries: int
     recoveries: tuple[Recovery, ...]
     """The last ones."""
+
+    @property
+    def processes(self) -> dict[str, Place]:
+        """All of them, by the names that people call them by."""
+        found = {f"worker {rank}": place for rank, place in enumerate(self.places)}
+        if self.scheduler_place is not None:
+            found["scheduler"] = self.scheduler_place
+        found["supervisor"] = self.supervisor_place
+        found |= {f"replica {i}": place for i, place in enumerate(self.replica_places)}
+        return found

@@ -166,6 +166,11 @@ def _check_server(server: ServerConfig) -> None:
             "server.admin_key is also one of server.api_keys: every client could administer the "
             "server, so give the admin key a value of its own."
         )
+    if server.enable_chaos and server.admin_key is None:
+        raise ConfigError(
+            "server.enable_chaos lets processes be killed, and there is no server.admin_key to "
+            "say by whom: set PALIMPSEST_ADMIN_KEY too."
+        )
     if not (server.api_keys or server.allow_no_auth or _is_loopback(server.host)):
         raise ConfigError(
             f"server.host is {server.host}, which other machines can reach, and there is no API "

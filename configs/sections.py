@@ -165,6 +165,9 @@ class ServerConfig(Section):
     admin_key: Secret | None = None
     """Key of the administration endpoints, which do not exist without it. Must not be one of
     `server.api_keys`. Only from a configuration file or from `PALIMPSEST_ADMIN_KEY`."""
+    enable_chaos: bool = False
+    """Let whoever has `server.admin_key`, which this needs, kill and stall processes of the server
+    with `palimpsest chaos`."""
     allow_no_auth: bool = False
     """Listen beyond this machine although no API key is configured."""
     allowed_origins: Names = ()

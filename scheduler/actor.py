@@ -78,7 +78,8 @@ class SchedulerActor:
         self._clients = Clients()
         self._metrics = MetricsDesk()
         self._info = EngineInfo(EngineState.STARTING, "the workers are not there yet")
-        self._drain_reason: str | None = None
+        """Of the engine as such, whether or not it is being drained."""
+        self._drain_reason = ""
         self._joined_epoch = -1
         self._loss: GroupLoss | None = None
         self._crash: CoreCrashedError | None = None
@@ -182,30 +183,40 @@ class SchedulerActor:
         assert loss is not None
         return loss
 
-    async def drain(self, reason: str) -> None:
-        """Take nothing new; returns when all that was accepted has ended and was told."""
+    async def set_drain(self, reason: str) -> None:
+        """Take nothing new, for `reason`; without one, take requests again."""
         self._drain_reason = reason
         self._tell()
+
+    async def wait_drained(self) -> None:
+        """Returns when all that was accepted has ended and was told, or nothing of it matters any
+        more: requests are taken again, or the engine was given up."""
         await self._clients.all_resumed.wait()
-        while self._info.state is not EngineState.FAILED:
+        while self._drain_reason and self._info.state is not EngineState.FAILED:
             num_open = await self._run(lambda core, now: len(core.requests))
             if not num_open and self._clients.have_everything:
                 return
             await asyncio.sleep(_DRAIN_TICK_SECONDS)
 
-    async def give_up(self, reason: str) -> None:
-        """There will be no workers: end all requests with an error that says `reason`.
+    async def end_all(self, reason: str) -> int:
+        """End all requests with an error that says `reason`; how many that were.
 
         Returns when their clients have been told, or after a moment.
         """
+        num_ended = 0
         if self._loop is not None:
             with contextlib.suppress(LoopOverError):
-                await self._run(lambda core, now: core.give_up(reason, now))
-        self._set_state(EngineState.FAILED, reason)
+                num_ended = await self._run(lambda core, now: core.end_all(reason, now))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_TELL_SECONDS):
                 while not self._clients.have_everything:
                     await asyncio.sleep(_DRAIN_TICK_SECONDS)
+        return num_ended
+
+    async def give_up(self, reason: str) -> None:
+        """There will be no workers: end all requests, as `end_all` does, and take no others."""
+        self._set_state(EngineState.FAILED, reason)
+        await self.end_all(reason)
 
     async def forget(self, client_id: str) -> None:
         """A replica is gone for good: end its requests."""
@@ -222,9 +233,9 @@ class SchedulerActor:
         try:
             counters = await self._run(lambda core, now: Counters.of(core))
         except LoopOverError:
-            return SchedulerStatus(self._info)
+            return SchedulerStatus(self._told_info)
         timings = () if self._loop is None else tuple(self._loop.timings)
-        return SchedulerStatus(self._info, counters, Timings.of(timings))
+        return SchedulerStatus(self._told_info, counters, Timings.of(timings))
 
     # -- ingress ------------------------------------------------------------------------
 
@@ -239,10 +250,11 @@ class SchedulerActor:
 
     async def submit(self, data: bytes) -> bytes:
         """SubmitRequests in, SubmitAnswer out. Submitting the same id again changes nothing."""
-        if self._info.takes_requests:
+        if self._told_info.takes_requests:
             await self._clients.all_resumed.wait()
-        if not self._info.takes_requests:
-            return encode(Unavailable(self._info.reason))
+        info = self._told_info
+        if not info.takes_requests:
+            return encode(Unavailable(info.reason))
         return await self._submit(data)
 
     async def _submit(self, data: bytes) -> bytes:
@@ -270,11 +282,11 @@ class SchedulerActor:
         """
         client = self._clients.see(client_id)
         if not client.has_resumed:
-            return encode(PollAnswer(0, (), self._info, is_new=True))
+            return encode(PollAnswer(0, (), self._told_info, is_new=True))
         number, batches = await client.take(last_batch)
         if self._crash is not None:
             raise self._crash
-        return encode(PollAnswer(number, batches, self._info))
+        return encode(PollAnswer(number, batches, self._told_info))
 
     async def exchange_counts(self, data: bytes) -> bytes:
         """A Tally in, a TallyAnswer out: what a replica knows, for what everybody counted."""
@@ -350,12 +362,11 @@ class SchedulerActor:
             self._info = msgspec.structs.replace(self._info, state=state, reason=reason)
         self._tell()
 
+    @property
+    def _told_info(self) -> EngineInfo:
+        return self._info.while_draining(self._drain_reason)
+
     def _tell(self) -> None:
-        info = self._info
-        if self._drain_reason is not None and info.takes_requests:
-            self._info = msgspec.structs.replace(
-                info, state=EngineState.DRAINING, reason=self._drain_reason
-            )
         self._changed.set()
         self._clients.wake()
 

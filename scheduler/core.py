@@ -183,10 +183,9 @@ class SchedulerCore:
         if result.epoch > group.epoch:
             raise ProtocolError(f"result of epoch {result.epoch} in epoch {group.epoch}")
         group.window.answer(result.step_id)
-        requests = self.requests
         somebody_ended = False
         for output in result.outputs:
-            request = requests.get(output.seq.request_id)
+            request = self.requests.get(output.seq.request_id)
             if request is not None and request.ref.attempt == output.seq.attempt:
                 somebody_ended |= self._apply_output(request, output, now)
         if somebody_ended:
@@ -235,11 +234,12 @@ class SchedulerCore:
         for request in list(self.requests.values()):
             self._fit(request, now)
 
-    def give_up(self, error: str, now: float) -> None:
-        """End every request with `error`, because there are no workers and will be none."""
-        running, self.group.running = self.group.running, []
-        for request in [*running, *self.waiting]:
+    def end_all(self, error: str, now: float) -> int:
+        """End every request with `error`; how many that were."""
+        self.group.running = []
+        for request in (requests := list(self.requests.values())):
             self._finish(request, FinishReason.ERROR, now, error=error)
+        return len(requests)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached content. Raises CacheInUseError while blocks are held."""

@@ -2,6 +2,8 @@
 
 from enum import StrEnum
 
+import msgspec
+
 from scheduler.messages.base import Message
 from scheduler.messages.tokens import TokenLogprobs
 from scheduler.messages.usage import Usage
@@ -79,6 +81,12 @@ class EngineInfo(Message, frozen=True):
     @property
     def takes_requests(self) -> bool:
         return self.state in (EngineState.READY, EngineState.RECOVERING)
+
+    def while_draining(self, reason: str) -> "EngineInfo":
+        """The same for an engine that takes nothing new because of `reason`; empty: it does."""
+        if not reason or not self.takes_requests:
+            return self
+        return msgspec.structs.replace(self, state=EngineState.DRAINING, reason=reason)
 
 
 class PollAnswer(Message, frozen=True):

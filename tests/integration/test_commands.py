@@ -44,7 +44,8 @@ def test_status_and_stop(app: str) -> None:
         for words in (
             f"{app} (fake) is ready",
             "TP 1 x PP 1",
-            "rank 0",
+            "worker 0",
+            "supervisor",
             "2 evictable, 17 scratch, of 19",
         ):
             assert words in told.stdout

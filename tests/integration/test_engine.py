@@ -8,8 +8,8 @@ import psutil
 import pytest
 import ray
 
-from cluster.engine import _with_hash_seed
 from cluster.engine_calls import connect
+from cluster.engine_spec import with_hash_seed
 from cluster.errors import EngineUnavailableError
 from cluster.supervisor import existing_supervisors, supervisor_of
 from configs import CacheConfig, Config
@@ -30,11 +30,11 @@ SLOW = fake_spec("model.model=fake-20ms")
 
 def test_a_hash_seed_that_is_not_configured_is_drawn() -> None:
     """The core alone would take 0, with which everybody can compute contents that collide."""
-    seeds = {_with_hash_seed(Config()).cache.hash_seed for _ in range(3)}
+    seeds = {with_hash_seed(Config()).cache.hash_seed for _ in range(3)}
     assert len(seeds) == 3
     assert None not in seeds
     given = Config(cache=CacheConfig(hash_seed=0))
-    assert _with_hash_seed(given).cache.hash_seed == 0
+    assert with_hash_seed(given).cache.hash_seed == 0
 
 
 def test_one_configuration_has_one_engine_and_another_one_replaces_it(app: str) -> None:

@@ -17,7 +17,9 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from cluster.probe import Probe
 from tests.support.asking import ask, with_client
+from tests.support.events import Stream
 from tests.support.leftovers import Leftovers, assert_nothing_left
 from tests.support.references import REFERENCES_FILE
 from tests.support.serving import HOST, free_port
@@ -218,15 +220,65 @@ def test_a_second_server_on_the_same_port_says_so(server: Server) -> None:
     assert "--port" in message
 
 
-def test_ctrl_c_ends_it_and_leaves_nothing(server: Server) -> None:
-    """Also with a stream underway, which is told. The fixture looks for what is left."""
-    body = {"prompt": "One two three", "ignore_eos": True, "max_tokens": 4000, "stream": True}
-    with httpx.stream("POST", f"{server.url}{COMPLETIONS}", json=body, timeout=60) as stream:
-        lines = stream.iter_lines()
-        next(lines)
+def test_sigterm_lets_streams_finish_and_ctrl_c_ends_them(server: Server) -> None:
+    """And nothing is left, for which the fixture looks too."""
+    body = {"prompt": "One two three", "ignore_eos": True, "stream": True}
+    with (
+        httpx.Client(base_url=server.url, timeout=60) as client,
+        client.stream("POST", COMPLETIONS, json={**body, "max_tokens": 4000}) as long,
+        client.stream("POST", COMPLETIONS, json={**body, "max_tokens": 60}) as short,
+    ):
+        rest = [(next(lines := stream.iter_lines()), lines) for stream in (long, short)]
+        server.process.terminate()
+        while Probe(server.url).state().name != "draining":
+            time.sleep(0.05)
+        refused = client.post(COMPLETIONS, json=body)
+        assert refused.status_code == 503
+        assert "the server is being stopped" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) > 0
+        assert Stream().read([rest[1][0], *rest[1][1]]).finishes == {0: "length"}
+        assert server.process.poll() is None, "there is time for the other one"
         assert server.interrupt() == 0, server.output
-        assert [line for line in lines if line][-1] == "data: [DONE]"
+        ended = Stream().read([rest[0][0], *rest[0][1]])
+        assert ended.error is not None
+        assert "the server is being stopped" in ended.error["message"]
+    assert "Finishing what runs, for at most 600 s" in server.output
     assert not list(Path("/", "tmp", "ray").glob(f"session_*_{server.process.pid}"))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_alone(tmp_path: Path, number: signal.Signals) -> None:
+    """After SIGTERM all that ran has its full length; Ctrl-C ends it, with a word."""
+    before = Leftovers.now()
+    server = start(tmp_path / "output", "server.drain_seconds=100")
+    server.wait_ready()
+    body = {"prompt": "One two three", "ignore_eos": True, "max_tokens": 300, "stream": True}
+
+    async def run(client: httpx.AsyncClient) -> list[Stream]:
+        async def one() -> Stream:
+            async with client.stream("POST", COMPLETIONS, json=body) as answer:
+                begun.release()
+                return Stream().read([line async for line in answer.aiter_lines()])
+
+        begun = asyncio.Semaphore(0)
+        streams = [asyncio.create_task(one()) for _ in range(8)]
+        for _ in streams:
+            await begun.acquire()
+        if number is signal.SIGTERM:
+            server.process.terminate()
+        else:
+            os.killpg(server.process.pid, number)
+        return await asyncio.gather(*streams)
+
+    streams = with_client(server.url, run)
+    assert server.process.wait(STOP_SECONDS) == 0, server.output
+    if number is signal.SIGTERM:
+        assert [stream.finishes for stream in streams] == [{0: "length"}] * 8
+    else:
+        assert all("being stopped" in str(stream.error) for stream in streams)
+    assert_nothing_left(before)
 
 
 @pytest.mark.full

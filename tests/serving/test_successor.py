@@ -11,13 +11,12 @@ import pytest
 import scheduler.actor
 import scheduler.clients
 from cluster.engine_client import EngineClient
-from cluster.errors import EngineLostError, EngineUnavailableError
+from cluster.errors import EngineLostError, EngineReplacedError, EngineUnavailableError
 from scheduler.actor import SchedulerActor
 from scheduler.messages import (
     Accepted,
     EndReason,
     EndRequest,
-    EngineInfo,
     EngineState,
     FinishReason,
     InterruptionCause,
@@ -362,7 +361,7 @@ async def test_nobody_waits_for_the_successor_of_an_engine_that_was_replaced() -
                 if client.info().state is not EngineState.RECOVERING:
                     raise
             await asyncio.sleep(0.01)
-            return PollAnswer(0, (), EngineInfo(EngineState.DRAINING, "another one was deployed"))
+            raise EngineReplacedError("another one was deployed")
 
     async with engine(hold=True) as it:
         calls = ReplacedCalls(it.actor)

@@ -190,7 +190,7 @@ def all_nodes_read_the_same_environment(chart: Rendered) -> None:
     health, drain = chart.values["ray"]["healthCheck"], chart.values["config"]["server"]
     for variables in (head, worker):
         assert variables["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
-        assert int(variables["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) >= drain["drain_seconds"]
+        assert int(variables["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) > drain["drain_seconds"]
         assert variables["RAY_health_check_period_ms"] == str(1000 * health["periodSeconds"])
         assert variables["RAY_health_check_timeout_ms"] == str(1000 * health["timeoutSeconds"])
         assert variables["RAY_health_check_failure_threshold"] == str(health["failureThreshold"])

@@ -1,9 +1,10 @@
 """A rank whose model is the fake one: everything of a worker but the arithmetic.
 
-Loaded by the name `tests.support.fake_rank:load_fake_rank`. The model's name may ask for a step
-that takes some time, and for what happens when it computes a prompt that begins with `POISON`: with
-`fake-5ms-poison` its process ends, and with `fake-5ms-overflow` it answers what no scheduler can
-hold. With `fake-5ms-stop` its process stops, as with SIGSTOP, when it joins the group of epoch 1.
+Loaded by the name `tests.support.fake_rank:load_fake_rank`. The name of the model, or of its
+folder, may ask for a step that takes some time, and for what happens when it computes a prompt that
+begins with `POISON`: with `fake-5ms-poison` its process ends, and with `fake-5ms-overflow` it
+answers what no scheduler can hold. With `fake-5ms-stop` its process stops, as with SIGSTOP, when it
+joins the group of epoch 1.
 """
 
 import os
@@ -12,6 +13,7 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 
@@ -38,7 +40,8 @@ class FakeRank:
         assert config.parallel.pipeline_parallel_size == 1, "fake ranks hand nothing on"
         self._config = config
         self._answers = place_of_rank(config.parallel, rank).tp_rank == 0
-        found = re.fullmatch(r"fake(?:-(\d+)ms)?(-poison|-overflow|-stop)?", config.model.model)
+        name = Path(config.model.model).name
+        found = re.fullmatch(r"fake(?:-(\d+)ms)?(-poison|-overflow|-stop)?", name)
         assert found, config.model.model
         self._step_seconds = int(found[1] or 0) / 1e3
         self._effect = found[2]

@@ -17,6 +17,7 @@ from cluster.chat_template import ChatTemplate
 from cluster.frontend import Frontend
 from cluster.http_app import build_http_app
 from cluster.http_settings import HttpSettings
+from cluster.operations import Operations
 from cluster.sampling import SamplingDefaults, SeedSource
 from cluster.text import TextCodec
 from configs import Config
@@ -99,6 +100,7 @@ def http_server(
     model: ServedModel | None = None,
     *,
     settings: HttpSettings | None = None,
+    operations: Operations | None = None,
     model_names: tuple[str, ...] = (MODEL,),
     max_queue_seconds: float = 60.0,
     **engine_options: Any,
@@ -122,7 +124,7 @@ def http_server(
                     model_names=model_names,
                     max_queue_seconds=max_queue_seconds,
                 )
-                app = build_http_app(frontend, settings or HttpSettings())
+                app = build_http_app(frontend, settings or HttpSettings(), operations)
                 server = uvicorn.Server(
                     uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="off")
                 )

@@ -33,8 +33,8 @@
 # A dead proxy is missed after seconds instead of half a minute.
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "1"}
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, value: "1.5"}
-# What still streams when HAProxy is told of other replicas.
-- {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ include "palimpsest.drainSeconds" . | quote }}}
+# What still streams when HAProxy is told of other replicas, and is then told that its time is over.
+- {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ add 10 (include "palimpsest.drainSeconds" . | int) | quote }}}
 # At its end a pod is taken out of Serve's sight, after its streams (see preStop).
 - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: "10"}
 {{- with .Values.ray.healthCheck }}

@@ -151,6 +151,11 @@ class TestChunkedPrefillOff:
 
 
 class TestServer:
+    def test_chaos_needs_an_admin_key(self) -> None:
+        with pytest.raises(ConfigError, match="set PALIMPSEST_ADMIN_KEY too"):
+            check(Config.model_validate({"server": {"enable_chaos": True}}))
+        check(Config.model_validate({"server": {"enable_chaos": True, "admin_key": "a"}}))
+
     def test_the_admin_key_is_another_one(self) -> None:
         server = {"api_keys": ["a", "b"], "admin_key": "b"}
         with pytest.raises(ConfigError, match="admin_key is also one of"):

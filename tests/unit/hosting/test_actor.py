@@ -145,7 +145,8 @@ async def test_a_reader_that_does_not_read_is_ended() -> None:
 async def test_draining_lets_what_was_accepted_end_and_be_told() -> None:
     async with engine(hold=True) as it:
         await it.client.submit([it.request("a")])
-        draining = asyncio.create_task(it.actor.drain("a new configuration is deployed"))
+        await it.actor.set_drain("a new configuration is deployed")
+        draining = asyncio.create_task(it.actor.wait_drained())
         await eventually(lambda: it.client.info().state is EngineState.DRAINING)
         with pytest.raises(EngineUnavailableError, match="new configuration"):
             await it.client.submit([it.request("b")])
