@@ -141,7 +141,9 @@ class Engine:
             await asyncio.gather(self._running, return_exceptions=True)
         self._resizes.close(reason)
         await self._scheduler.lose(self._epoch, reason)
-        await self._end_processes()
+        if self._workers is not None:
+            await self._workers.close()
+        self._scheduler.kill()
 
     async def resize(self, shape: Shape) -> None:
         """Go on with workers of another shape; returns when their group stands.
@@ -353,11 +355,6 @@ class Engine:
             if loss in done:
                 return loss.result()
         return self._resize_reason
-
-    async def _end_processes(self) -> None:
-        if self._workers is not None:
-            await self._workers.close()
-        self._scheduler.kill()
 
     # -- what is told --------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from tests.support.fake_model import MAX_POSITIONS, run_solo
 from tests.support.faults import kill, undisturbed
 from tests.support.references import stories_directory
 from tests.support.served_model import ready_to_serve
-from tests.support.serving import deployed
+from tests.support.serving import App, deployed
 from worker.pull import pull
 
 NUM_STREAMS = 16
@@ -264,6 +264,14 @@ def the_jobs(max_tokens: int) -> list[Job]:
     return drawn
 
 
+def wait_running(app: App) -> None:
+    """Returns when most streams are in the middle of their answers."""
+    deadline = time.monotonic() + 60
+    while app.status().info.running_requests <= NUM_STREAMS // 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_a_real_model_over_http_and_a_shape_that_cannot_come_up(
     port: int, test_data_dir: Path | None, tmp_path: Path
 ) -> None:
@@ -280,6 +288,7 @@ def test_a_real_model_over_http_and_a_shape_that_cannot_come_up(
         num_blocks = app.status().info.num_blocks
         load = undisturbed(app, the_jobs(12))
         with load.running():
+            wait_running(app)
             done = palimpsest("scale", "--tp", "1", "--pp", "2", "--name", app.name)
             assert done.returncode == 0, done.stderr
             assert f"{app.name} runs as TP 1 x PP 2 now, with" in done.stderr
@@ -315,11 +324,10 @@ def test_smollm2_over_http(port: int) -> None:
         sizes = []
         with load.running():
             for tp, pp in ((3, 1), (1, 1), (1, 2)):
+                wait_running(app)
                 assert asyncio.run(resize(app.name, tp, pp)) == Shape(tp, pp)
-                answers = load.num_answers
                 sizes.append(app.status().info.num_blocks)
-                while load.num_answers == answers:
-                    time.sleep(0.05)
+            wait_running(app)
         assert load.causes["resize"] >= 3
         assert not load.causes["worker_lost"]
         # A third of the heads, all of the model, half of the layers, in the same memory.
@@ -345,6 +353,7 @@ def test_workers_that_are_not_up_in_time(
         load = undisturbed(app, the_jobs(12))
         asked = faulty_rank.ask(model, 1, "stall")
         with load.running():
+            wait_running(app)
             with pytest.raises(ResizeError, match=r"not ready after 45 s.*TP 1 x PP 1 was rest"):
                 asyncio.run(resize(app.name, 2))
             assert not asked.exists()
