@@ -92,6 +92,8 @@ class ChaosClient:
             status, answer = await self._ask("POST", body)
         except (aiohttp.ClientError, TimeoutError, OSError):
             return None
+        if status >= 500 and strike.process.startswith("replica") and not answer.startswith(b"{"):
+            return None  # a proxy in front says that nobody is behind it any more
         if status != 200:
             kind = NotNowError if status == 503 else CommandError
             raise kind(f"{strike} failed: {_message(answer)}.")

@@ -141,9 +141,15 @@ class ChaosRun:
 
     async def _strike(self, began: float, strike: Strike) -> Seen:
         await asyncio.sleep(max(0.0, began + strike.at_seconds - time.perf_counter()))
+        sent = time.perf_counter()
         struck_seconds = await self._try(strike)
         ended = time.perf_counter()
-        seen = Seen(strike, ended - strike.seconds)
+        seen = Seen(strike, ended)
+        if struck_seconds is not None:
+            # The signal falls later than it is asked for, by the start of a process, and earlier
+            # than is told. Another machine's clock may say anything, so within what is known.
+            told = ended - (time.time() - struck_seconds)
+            seen.at = min(max(told, sent), ended - strike.seconds)
         self._tell(f"{seen.at - began:.1f} s: {strike}")
         while not await self._is_settled(seen, struck_seconds):
             if time.perf_counter() > ended + self._recover_seconds:
