@@ -114,10 +114,11 @@ def run(model: Path, nodes: Nodes, how: How, settings: list[str]) -> Seen:
 
 def has_a_rank_alone(titles: list[str]) -> bool:
     """Neither clients' connections, nor the engine, nor Ray end there."""
-    others = ("ray::Supervisor", "ray::ServeReplica", "ray::ServeController", "ray::ProxyActor")
+    # The scheduler is beside the supervisor, unless Ray had just not known of that node yet.
+    others = ("Supervisor", "SchedulerProcess", "ServeReplica", "ServeController", "ProxyActor")
     if os.environ.get("PALIMPSEST_TEST_LOGS"):
         sys.stderr.write(f"{titles}\n")
-    return not any(title.startswith(others) for title in titles)
+    return not any(title.startswith(tuple(f"ray::{other}" for other in others)) for title in titles)
 
 
 def alive_hosts() -> set[str]:
