@@ -63,6 +63,7 @@ ROWS: dict[str, list[Panel]] = {
             [
                 (_rate("palimpsest_requests_total", "finish_reason"), "{{finish_reason}}"),
                 (_rate("palimpsest_admission_rejections_total", "reason"), "refused: {{reason}}"),
+                (_rate("palimpsest_http_errors_total", "status"), "answered with {{status}}"),
             ],
         ),
         Panel(

@@ -13,7 +13,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -59,10 +60,6 @@ def jobs() -> list[Any]:
 
 
 def run(model: Path, nodes: Nodes, how: How, settings: list[str]) -> Seen:
-    import ray
-
-    from cluster.supervisor import existing_supervisors
-    from tests.support.faults import undisturbed, wait_recovered
     from tests.support.serving import deployed, free_port, serve_on
 
     port = free_port()
@@ -74,51 +71,63 @@ def run(model: Path, nodes: Nodes, how: How, settings: list[str]) -> Seen:
         "parallel.cpus_per_rank=1",
         *settings,
     )
-    with serve_on(port), deployed("nodes", port, *common) as app:
-        load = undisturbed(app, jobs())
-        before = app.status()
-        hosts = [place.host for place in before.places]
-        victim = next(host for host in hosts[::-1] if has_a_rank_alone(nodes.titles(host)))
-        lack: dict[str, Any] = {}
-        with load.running():
-            time.sleep(1)
-            killed_seconds = time.time()
-            nodes.kill(victim)
-            known_seconds = wait_until(lambda: victim not in alive_hosts())
-            if how != "spare":
-                lack = wait_for_lack(app)
-            if how == "join":
-                nodes.add(SPARE_HOST)
-            elif how == "fewer":
-                ray.get(existing_supervisors()[app.name].resize.remote(None, 2))
-            recovery = wait_recovered(app, 1)
-        app.wait_idle()
-        after = app.status()
-        return Seen(
-            victim=victim,
-            hosts_before=hosts,
-            hosts_after=[place.host for place in after.places],
-            replaced=list(recovery.replaced),
-            ready=lack.get("ready", {}),
-            status_reason=lack.get("status", ""),
-            num_told=num_told(),
-            causes=dict(load.causes),
-            held_blocks=app.counters().held_blocks,
-            seconds={
-                "noticed": recovery.noticed_seconds - killed_seconds,
-                "known to Ray": known_seconds - killed_seconds,
-                "recovered": recovery.joined_seconds - killed_seconds,
-            },
-        )
+    others = HOSTS[1:] if how != "spare" else (*HOSTS[1:], SPARE_HOST)
+    with ThreadPoolExecutor(1) as thread, serve_on(port):
+        joining = thread.submit(add_to_a_started_engine, nodes, others)
+        with deployed("nodes", port, *common) as app:
+            joining.result()
+            return lose_one(app, nodes, how)
 
 
-def has_a_rank_alone(titles: list[str]) -> bool:
-    """Neither clients' connections, nor the engine, nor Ray end there."""
-    # The scheduler is beside the supervisor, unless Ray had just not known of that node yet.
-    others = ("Supervisor", "SchedulerProcess", "ServeReplica", "ServeController", "ProxyActor")
-    if os.environ.get("PALIMPSEST_TEST_LOGS"):
-        sys.stderr.write(f"{titles}\n")
-    return not any(title.startswith(tuple(f"ray::{other}" for other in others)) for title in titles)
+def add_to_a_started_engine(nodes: Nodes, hosts: Sequence[str]) -> None:
+    """All but its workers have their places by then, on the first node."""
+    wait_until(lambda: any("SchedulerProcess" in title for title in nodes.titles(HOSTS[0])))
+    for host in hosts:
+        nodes.add(host)
+
+
+def lose_one(app: Any, nodes: Nodes, how: How) -> Seen:
+    import ray
+
+    from cluster.supervisor import existing_supervisors
+    from tests.support.faults import undisturbed, wait_recovered
+
+    load = undisturbed(app, jobs())
+    hosts = [place.host for place in app.status().places]
+    # Neither clients' connections, nor the scheduler, nor Ray end there.
+    victim = next(host for host in hosts if host != HOSTS[0])
+    lack: dict[str, Any] = {}
+    num_told_before = num_told()
+    with load.running():
+        time.sleep(1)
+        killed_seconds = time.time()
+        nodes.kill(victim)
+        known_seconds = wait_until(lambda: victim not in alive_hosts())
+        if how != "spare":
+            lack = wait_for_lack(app)
+        if how == "join":
+            nodes.add(SPARE_HOST)
+        elif how == "fewer":
+            ray.get(existing_supervisors()[app.name].resize.remote(None, 2))
+        recovery = wait_recovered(app, 1)
+    app.wait_idle()
+    after = app.status()
+    return Seen(
+        victim=victim,
+        hosts_before=hosts,
+        hosts_after=[place.host for place in after.places],
+        replaced=list(recovery.replaced),
+        ready=lack.get("ready", {}),
+        status_reason=lack.get("status", ""),
+        num_told=num_told() - num_told_before,
+        causes=dict(load.causes),
+        held_blocks=app.counters().held_blocks,
+        seconds={
+            "noticed": recovery.noticed_seconds - killed_seconds,
+            "known to Ray": known_seconds - killed_seconds,
+            "recovered": recovery.joined_seconds - killed_seconds,
+        },
+    )
 
 
 def alive_hosts() -> set[str]:
@@ -170,8 +179,7 @@ def main() -> None:
     set_environment()
     for name, value in HEALTH_CHECK.items():
         os.environ.setdefault(name, value)
-    hosts = (*HOSTS, SPARE_HOST) if how == "spare" else HOSTS
-    with tempfile.TemporaryDirectory() as folder, ray_nodes(hosts) as nodes:
+    with tempfile.TemporaryDirectory() as folder, ray_nodes(HOSTS[:1]) as nodes:
         from tests.support.served_model import ready_to_serve
 
         directory = ready_to_serve(Path(model), Path(folder))
