@@ -351,11 +351,10 @@ def test_health_answers_while_a_large_prompt_is_tokenized(http: httpx.Client) ->
     prompt = "The quick brown fox jumps over the lazy dog. " * 23_000
     posting = threading.Thread(target=lambda: http.post(COMPLETIONS, json={"prompt": prompt}))
     posting.start()
-    slowest_seconds = 0.0
+    num_answers = 0
     with httpx.Client(base_url=http.base_url) as client:
         while posting.is_alive():
-            began = time.monotonic()
             assert client.get("/health").status_code == 200
-            slowest_seconds = max(slowest_seconds, time.monotonic() - began)
+            num_answers += 1
     posting.join()
-    assert 0 < slowest_seconds < 1
+    assert num_answers > 5, "tokenizing holds everybody up"
