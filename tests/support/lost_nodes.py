@@ -13,8 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -72,18 +71,13 @@ def run(model: Path, nodes: Nodes, how: How, settings: list[str]) -> Seen:
         *settings,
     )
     others = HOSTS[1:] if how != "spare" else (*HOSTS[1:], SPARE_HOST)
-    with ThreadPoolExecutor(1) as thread, serve_on(port):
-        joining = thread.submit(add_to_a_started_engine, nodes, others)
-        with deployed("nodes", port, *common) as app:
-            joining.result()
-            return lose_one(app, nodes, how)
-
-
-def add_to_a_started_engine(nodes: Nodes, hosts: Sequence[str]) -> None:
-    """All but its workers have their places by then, on the first node."""
-    wait_until(lambda: any("SchedulerProcess" in title for title in nodes.titles(HOSTS[0])))
-    for host in hosts:
-        nodes.add(host)
+    with serve_on(port), deployed("nodes", port, *common, waits=False) as app:
+        # All but the workers have their places by then, on the first node.
+        wait_until(lambda: any("SchedulerProcess" in title for title in nodes.titles(HOSTS[0])))
+        for host in others:
+            nodes.add(host)
+        app.wait_ready()
+        return lose_one(app, nodes, how)
 
 
 def lose_one(app: Any, nodes: Nodes, how: How) -> Seen:

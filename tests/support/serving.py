@@ -109,18 +109,20 @@ def deployed(
     port: int,
     *overrides: str,
     environ: Mapping[str, str] | None = None,
+    waits: bool = True,
     **engine: Any,
 ) -> Iterator[App]:
     """An application at `/name`; Serve must listen on `port`. Its engine ends with it.
 
-    `engine` goes to `EngineSpec.of`.
+    `waits`: until it is ready. `engine` goes to `EngineSpec.of`.
     """
     config = load(overrides=overrides, environ=environ or {}).config
     spec = EngineSpec.of(config, **engine)
     app = App(name, f"http://{HOST}:{port}/{name}", config, spec)
     try:
         app.deploy()
-        app.wait_ready()
+        if waits:
+            app.wait_ready()
         yield app
     finally:
         serve.delete(name)
