@@ -1,6 +1,7 @@
 """The engine over Ray, as an EngineClient calls it."""
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -102,7 +103,7 @@ class RayEngineCalls:
             raise EngineLostError(self._info().reason)
         while True:
             try:
-                return await getattr(scheduler, method).remote(*arguments)
+                return await call_of_its_own(getattr(scheduler, method), *arguments)
             except ray.exceptions.ActorUnavailableError:
                 # All calls may be repeated: ids are known, batches are kept.
                 await asyncio.sleep(_PAUSE_SECONDS)
@@ -157,6 +158,16 @@ class RayEngineCalls:
         is_alive = view.scheduler is not None and view.scheduler_id != self._lost_id
         if is_ours and is_alive and self._scheduler is None:
             self._scheduler, self._scheduler_id = view.scheduler, view.scheduler_id
+
+
+def call_of_its_own(method: Any, *arguments: object) -> Any:
+    """Call a method of an actor, as a child of no task.
+
+    Serve cancels the task of a request whose client goes away, and Ray with it all calls that the
+    task has made: also the one that tells the scheduler.
+    """
+    # A task's children are those with its id in their context.
+    return contextvars.Context().run(method.remote, *arguments)
 
 
 def _this_actor() -> ReplicaActor | None:

@@ -22,7 +22,7 @@ async def measure(overrides: list[str], loader: str, num_streams: int, num_token
     from cluster.engine_spec import EngineSpec
     from configs import load
     from scheduler.messages import SamplingParams
-    from tests.support.engines import client_of, generate, request_of, stop, wait_idle
+    from tests.support.engines import client_of, generate, request_of, status_of, stop, wait_idle
 
     spec = EngineSpec.of(load(overrides=overrides, environ={}).config, loader=loader)
     async with client_of(APP, spec) as client:
@@ -39,7 +39,8 @@ async def measure(overrides: list[str], loader: str, num_streams: int, num_token
         answers = await asyncio.gather(*(generate(client, request) for request in requests))
         seconds = time.monotonic() - began
         assert all(len(answer.token_ids) == num_tokens for answer in answers)
-        status = await wait_idle(APP)
+        await wait_idle(APP)
+        status = await status_of(APP)
     await stop(APP)
     assert status.scheduler is not None
     report(status.scheduler.timings, num_streams * num_tokens / seconds)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
+import ray
 
 from cluster.engine_calls import connect
 from cluster.engine_client import EngineClient
@@ -19,13 +20,15 @@ from scheduler.messages import (
     NeverFits,
     SamplingParams,
 )
+from tests.support.cancelled_caller import Caller, Listener
 from tests.support.engines import (
     client_of,
+    counted_between,
+    counters_of,
     fake_spec,
     generate,
     generate_and_check,
     request_of,
-    status_of,
     stop,
     wait_idle,
 )
@@ -64,13 +67,10 @@ def test_text_is_that_of_a_run_alone_however_often_it_is_interrupted(shared_app:
             ]
             answers = await asyncio.gather(*jobs)
             assert any(answer.usage.interruptions for answer in answers if answer.usage)
-            status = await wait_idle(APP)
+            counters = await wait_idle(APP)
             assert client.num_streams == 0
-        scheduler = status.scheduler
-        assert scheduler is not None
-        assert scheduler.counters is not None
-        assert scheduler.counters.held_blocks == 0
-        assert scheduler.counters.preemptions["blocks"] > 0
+        assert counters.held_blocks == 0
+        assert counters.preemptions["blocks"] > 0
 
     asyncio.run(run())
 
@@ -120,10 +120,7 @@ def test_the_prefix_cache_is_reset_when_nobody_holds_it(shared_app: str) -> None
                 pass
             await wait_idle(APP)
             await client.reset_prefix_cache()
-            status = await status_of(APP)
-            assert status.scheduler is not None
-            assert status.scheduler.counters is not None
-            assert status.scheduler.counters.scratch_blocks == NUM_BLOCKS - 1
+            assert (await counters_of(APP)).scratch_blocks == NUM_BLOCKS - 1
 
     asyncio.run(run())
 
@@ -149,6 +146,21 @@ def test_requests_of_a_replica_that_is_gone_end(
     asyncio.run(wait())
 
 
+def test_a_call_to_the_scheduler_outlives_the_task_it_came_from(ray_cluster: None) -> None:
+    """Serve cancels the task of a client that goes away, and Ray what the task has called."""
+    listener = ray.remote(num_cpus=0)(Listener).remote()
+    caller = ray.remote(num_cpus=0)(Caller).remote(listener)
+    text = listener.late.remote("the client is gone")
+    calling = caller.call.remote([text])
+    ray.get(caller.has_called.remote())
+    ray.cancel(calling)
+    with pytest.raises(ray.exceptions.TaskCancelledError):
+        ray.get(calling)
+    ray.get(listener.answer_now.remote())
+    assert ray.get(caller.results.remote()) == ["TaskCancelledError", "NoneType"]
+    assert ray.get(listener.told.remote()) == ["the client is gone"]
+
+
 def test_two_engines_share_a_cluster_and_nothing_else(app: str, shared_app: str) -> None:
     async def counted(client: EngineClient, name: str) -> object:
         """Ids and counters of a fixed sequence of requests, one after the other."""
@@ -160,14 +172,7 @@ def test_two_engines_share_a_cluster_and_nothing_else(app: str, shared_app: str)
             request = request_of(client, f"{name}-{i}", [7] * (20 + i), sampling)
             answers.append(await generate(client, request))
         after = await wait_idle(app)
-        counts = []
-        for status in (before, after):
-            assert status.scheduler is not None
-            assert status.scheduler.counters is not None
-            c = status.scheduler.counters
-            counts.append((c.queries_tokens, c.hits_tokens, c.scheduled_prompt_tokens))
-        differences = tuple(b - a for a, b in zip(*counts, strict=True))
-        return [answer.token_ids for answer in answers], differences
+        return [answer.token_ids for answer in answers], counted_between(before, after)
 
     async def load(client: EngineClient, stopping: asyncio.Event) -> None:
         rng = random.Random(1)

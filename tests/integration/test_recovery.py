@@ -140,12 +140,11 @@ def test_kills_change_no_token(
         for one, other in zip(told, expected, strict=True):
             assert_same(one, other)
         assert any(one.num_losses for one in told)
-        status = await wait_idle(app)
+        counters = await wait_idle(app)
+        assert counters.held_blocks == 0
+        status = await status_of(app)
         assert status.info.state is EngineState.READY
         assert status.num_recoveries == number + 1
-        assert status.scheduler is not None
-        assert status.scheduler.counters is not None
-        assert status.scheduler.counters.held_blocks == 0
 
     rng = random.Random(num_kills)
     undisturbed_seconds = 0.0
@@ -207,10 +206,7 @@ def test_a_machine_that_is_far_too_busy_is_no_death(app: str, tmp_path: Path) ->
                     answers = await asyncio.gather(*(generate(client, r) for r in requests))
                     assert {answer.finish for answer in answers} == {FinishReason.LENGTH}
                     number += 1
-                    status = await wait_idle(app)
-                    assert status.num_recoveries == 0
-                    assert status.scheduler is not None
-                    assert status.scheduler.counters is not None
-                    num_steps = status.scheduler.counters.next_step_id
+                    num_steps = (await wait_idle(app)).next_step_id
+                    assert (await status_of(app)).num_recoveries == 0
 
     asyncio.run(run())

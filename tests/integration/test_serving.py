@@ -98,6 +98,12 @@ def test_what_outgrows_the_whole_pool(apps: tuple[App, App]) -> None:
         assert client.post(COMPLETIONS, json={**body, "max_tokens": 5}).status_code == 200
 
 
+async def open_at(app: App, num_requests: int) -> None:
+    """Returns when the engine has so many."""
+    while (await asyncio.to_thread(app.counters)).open_requests < num_requests:
+        await asyncio.sleep(0.02)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_blocks(apps: tuple[App, App], stream: bool) -> None:
     _, tight = apps
@@ -105,7 +111,7 @@ def test_a_client_that_leaves_frees_its_blocks(apps: tuple[App, App], stream: bo
 
     async def leave(client: httpx.AsyncClient) -> None:
         asking = [asyncio.create_task(ask(client, COMPLETIONS, body)) for _ in range(6)]
-        await asyncio.sleep(0.7)
+        await open_at(tight, 6)
         for task in asking:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
@@ -125,7 +131,7 @@ def test_every_request_is_counted_once(apps: tuple[App, App]) -> None:
             asyncio.create_task(ask(client, COMPLETIONS, {**body, "max_tokens": 600}))
             for _ in range(10)
         ]
-        await asyncio.sleep(0.3)
+        await open_at(tight, 10)
         for task in leaving:
             task.cancel()
         staying = [ask(client, COMPLETIONS, {**body, "max_tokens": 20}) for _ in range(10)]

@@ -130,13 +130,17 @@ def counted_between(before: Counters, after: Counters) -> dict[str, Any]:
     return counts
 
 
-async def wait_idle(app: str) -> AppStatus:
-    """The status once no request is alive and no step in flight."""
+async def counters_of(app: str) -> Counters:
+    status = await status_of(app)
+    assert status.scheduler is not None, status
+    assert status.scheduler.counters is not None, status
+    return status.scheduler.counters
+
+
+async def wait_idle(app: str) -> Counters:
+    """The counters once no request is alive and no step in flight."""
     while True:
-        status = await status_of(app)
-        assert status.scheduler is not None, status
-        counters = status.scheduler.counters
-        assert counters is not None, status
+        counters = await counters_of(app)
         if not counters.open_requests and not counters.steps_in_flight:
-            return status
+            return counters
         await asyncio.sleep(0.05)
