@@ -1,4 +1,4 @@
-"""One request of a load test over HTTP, and what its stream told when."""
+"""A load test's side of HTTP: its connections, one request, and what its stream told when."""
 
 import time
 from dataclasses import dataclass, field
@@ -9,12 +9,37 @@ import msgspec
 
 from cluster.bench_options import BenchEndpoint
 from cluster.bench_prompts import BenchRequest
+from cluster.errors import CommandError
 
 _PATHS: dict[BenchEndpoint, str] = {
     "completions": "/v1/completions",
     "chat": "/v1/chat/completions",
 }
+_CONNECT_SECONDS = 30.0
 _MAX_ERROR_CHARS = 200
+
+
+def open_session(api_key: str | None) -> aiohttp.ClientSession:
+    """As many connections as there are requests, each for as long as its answer takes."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+    )
+
+
+async def first_model(session: aiohttp.ClientSession, url: str) -> str:
+    """The one that the server names first. Raises CommandError."""
+    try:
+        async with session.get(f"{url}/v1/models") as answer:
+            answer.raise_for_status()
+            return str((await answer.json())["data"][0]["id"])
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise CommandError(
+            f"No server answers at {url}: {error}. Name another with --url."
+        ) from error
+    except (LookupError, TypeError, ValueError) as error:
+        raise CommandError(f"{url}/v1/models names no model; name one with --model.") from error
 
 
 @dataclass(slots=True)

@@ -1,7 +1,6 @@
 """`palimpsest bench`: put load on any OpenAI server, and see what its clients would see."""
 
 import asyncio
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,17 +37,15 @@ from cluster.bench_options import (
     Url,
     VocabSize,
     Warmup,
+    read_key,
+    write_figures,
 )
 from cluster.errors import CommandError
 
 if TYPE_CHECKING:
-    import aiohttp
-
     from cluster.bench_client import Outcome
     from cluster.bench_load import LoadResult, Pace
     from cluster.bench_prompts import BenchRequest, RandomPrompts
-
-_CONNECT_SECONDS = 30.0
 
 
 def bench(
@@ -186,16 +183,10 @@ async def _run(
 ) -> "LoadResult":
     """Send the `first` one by one, which also tells before the long wait whether the server takes
     such requests, and then the others."""
-    import aiohttp
-
-    from cluster.bench_client import BenchClient
+    from cluster.bench_client import BenchClient, first_model, open_session
     from cluster.bench_load import run_load
 
-    headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), headers=headers, timeout=timeout
-    ) as session:
+    async with open_session(target.api_key) as session:
         model = target.model or await first_model(session, target.url)
         client = BenchClient(session, target.url, target.endpoint, model, target.fields)
         for request in first:
@@ -204,22 +195,6 @@ async def _run(
                 raise CommandError(f"The first request failed: {outcome.error.rstrip('.')}.")
         with _progress(len(requests)) as on_end:
             return await run_load(client, requests, pace, seed=seed, on_end=on_end)
-
-
-async def first_model(session: "aiohttp.ClientSession", url: str) -> str:
-    """The one that the server names first. Raises CommandError."""
-    import aiohttp
-
-    try:
-        async with session.get(f"{url}/v1/models") as answer:
-            answer.raise_for_status()
-            return str((await answer.json())["data"][0]["id"])
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise CommandError(
-            f"No server answers at {url}: {error}. Name another with --url."
-        ) from error
-    except (LookupError, TypeError, ValueError) as error:
-        raise CommandError(f"{url}/v1/models names no model; name one with --model.") from error
 
 
 @contextmanager
@@ -281,20 +256,3 @@ def _percentiles(text: str) -> list[float]:
 def _check_above_zero(option: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
         raise CommandError(f"{option} is {value:g}, but must be a number above 0.")
-
-
-def read_key(path: Path | None) -> str | None:
-    """Raises CommandError."""
-    if path is None:
-        return None
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise CommandError(f"Cannot read the key in {path}: {error.strerror}.") from error
-
-
-def write_figures(path: Path, content: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        raise CommandError(f"Cannot write the figures to {path}: {error.strerror}.") from error

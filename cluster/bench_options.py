@@ -1,9 +1,12 @@
-"""The options of `palimpsest bench`."""
+"""The options of `palimpsest bench`, which `palimpsest chaos` shares, and the files they name."""
 
+import json
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
+
+from cluster.errors import CommandError
 
 BenchEndpoint: TypeAlias = Literal["completions", "chat"]
 
@@ -114,3 +117,21 @@ JsonFile = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", rich_help_panel=_OUTPUT, help="Write the figures here."),
 ]
+
+
+def read_key(path: Path | None) -> str | None:
+    """Raises CommandError."""
+    if path is None:
+        return None
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        raise CommandError(f"Cannot read the key in {path}: {error.strerror}.") from error
+
+
+def write_figures(path: Path, content: dict[str, Any]) -> None:
+    """Raises CommandError."""
+    try:
+        path.write_text(json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        raise CommandError(f"Cannot write the figures to {path}: {error.strerror}.") from error

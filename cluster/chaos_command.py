@@ -20,6 +20,8 @@ from cluster.bench_options import (
     Seed,
     Url,
     VocabSize,
+    read_key,
+    write_figures,
 )
 from cluster.chaos_schedule import Strike, schedule
 
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from cluster.chaos_run import ChaosRecord
 
 _STRIKES = "What is struck, and when"
-_CONNECT_SECONDS = 30.0
 
 
 def chaos(
@@ -103,7 +104,6 @@ def chaos(
     """
     from rich.console import Console
 
-    from cluster.bench_command import read_key, write_figures
     from cluster.chaos_report import print_report, summarize
 
     strikes = schedule(kills or (), stalls or ())
@@ -167,19 +167,12 @@ async def _run(
     concurrency: int,
     recover_seconds: float,
 ) -> "ChaosRecord":
-    import aiohttp
-
-    from cluster.bench_client import BenchClient
-    from cluster.bench_command import first_model
+    from cluster.bench_client import BenchClient, first_model, open_session
     from cluster.chaos_client import ChaosClient
     from cluster.chaos_run import ChaosRun
     from cluster.console import Progress
 
-    headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), headers=headers, timeout=timeout
-    ) as session:
+    async with open_session(target.api_key) as session:
         chaos = ChaosClient(session, target.url, target.admin_key)
         await chaos.check(strikes)
         fields: dict[str, Any] = {"temperature": 0, "seed": 0}

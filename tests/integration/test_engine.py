@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from cluster.engine_calls import connect
+from cluster.engine_client import EngineClient
 from cluster.engine_spec import with_hash_seed
 from cluster.errors import EngineUnavailableError
 from cluster.supervisor import existing_supervisors, supervisor_of
@@ -110,21 +111,23 @@ def test_a_death_is_a_preemption(app: str, victim: str) -> None:
     asyncio.run(run())
 
 
+async def error_of_a_culprit(client: EngineClient) -> str:
+    """What ended a request that the fake model takes amiss; four others beside it got through."""
+    sampling = SamplingParams(max_tokens=400, seed=3)
+    others = [generate_and_check(client, f"r{i}", [i], sampling) for i in range(4)]
+    bad = request_of(client, "bad", [POISON, 1], sampling)
+    culprit, *_ = await asyncio.gather(generate(client, bad), *others)
+    assert culprit.finish is FinishReason.ERROR
+    assert culprit.error is not None
+    return culprit.error
+
+
 def test_a_request_that_kills_the_workers_fails_and_no_other(app: str) -> None:
     spec = fake_spec("model.model=fake-5ms-poison")
 
     async def run() -> None:
         async with client_of(app, spec) as client:
-            sampling = SamplingParams(max_tokens=400, seed=3)
-            going = [
-                asyncio.create_task(generate_and_check(client, f"r{i}", [i], sampling))
-                for i in range(4)
-            ]
-            culprit = await generate(client, request_of(client, "bad", [POISON, 1], sampling))
-            assert culprit.finish is FinishReason.ERROR
-            assert culprit.error is not None
-            assert "died again and again" in culprit.error
-            await asyncio.gather(*going)
+            assert "died again and again" in await error_of_a_culprit(client)
             assert (await status_of(app)).num_recoveries == 4
             await generate_and_check(client, "after", [1], SamplingParams(3, seed=1))
 
@@ -154,16 +157,8 @@ def test_a_request_that_the_scheduler_fails_over_fails_and_no_other(app: str) ->
 
     async def run() -> None:
         async with client_of(app, spec) as client:
-            sampling = SamplingParams(max_tokens=400, seed=3)
-            going = [
-                asyncio.create_task(generate_and_check(client, f"r{i}", [i], sampling))
-                for i in range(4)
-            ]
             pids = await process_ids(app)
-            culprit = await generate(client, request_of(client, "bad", [POISON, 1], sampling))
-            assert culprit.finish is FinishReason.ERROR
-            assert culprit.error == VERDICT
-            await asyncio.gather(*going)
+            assert await error_of_a_culprit(client) == VERDICT
             status = await status_of(app)
             assert status.num_recoveries == 2
             assert {recovery.replaced for recovery in status.recoveries} == {("scheduler",)}

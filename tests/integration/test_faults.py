@@ -152,9 +152,7 @@ def test_a_process_that_stops_is_replaced_and_ends_when_it_wakes(app: App, load:
         if is_alive(zombie):
             os.kill(zombie, signal.SIGCONT)
         wait_dead([zombie])
-        load_before = load.num_answers
-        while load.num_answers == load_before:
-            time.sleep(0.05)
+        load.wait_for_answers()
     assert recoveries_of(app) == before + 1, "nobody was hurt by what it did when it woke"
 
 
@@ -280,9 +278,7 @@ def test_what_ray_serve_loses(app: App, load: Load) -> None:
     """The controller: nobody notices. The proxy: connections break, and soon another listens."""
     with load.running():
         kill(pids_of("ray::ServeController")[0])
-        answers = load.num_answers
-        while load.num_answers < answers + len(load.jobs):
-            time.sleep(0.05)
+        load.wait_for_answers(len(load.jobs))
     assert not load.causes
     kill(pids_of("ray::ProxyActor")[0])
     deadline = time.monotonic() + 30
@@ -299,9 +295,7 @@ def test_a_supervisor_that_dies_takes_the_engine_along_and_no_request(app: App, 
         old = asyncio.run(supervisor_pid(app.name))
         kill(old)
         wait_for_another_supervisor(app, old)
-        answers = load.num_answers
-        while load.num_answers == answers:
-            time.sleep(0.1)
+        load.wait_for_answers()
     assert load.causes["scheduler_lost"]
     assert not set(pids) & {*app.worker_pids(), app.scheduler_pid()}
     wait_dead(pids)

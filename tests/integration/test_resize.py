@@ -31,8 +31,6 @@ from tests.support.engines import (
 )
 from tests.support.fake_model import MAX_POSITIONS, run_solo
 from tests.support.faults import kill, undisturbed
-from tests.support.references import stories_directory
-from tests.support.served_model import ready_to_serve
 from tests.support.serving import App, deployed
 from worker.pull import pull
 
@@ -272,11 +270,8 @@ def wait_running(app: App) -> None:
         time.sleep(0.02)
 
 
-def test_a_real_model_over_http_and_a_shape_that_cannot_come_up(
-    port: int, test_data_dir: Path | None, tmp_path: Path
-) -> None:
+def test_a_real_model_over_http_and_a_shape_that_cannot_come_up(port: int, model: Path) -> None:
     """The memory granted to each rank holds a request of full length in two halves alone."""
-    model = ready_to_serve(stories_directory(test_data_dir, tmp_path / "stories"), tmp_path)
     settings = (
         f"model.model={model}",
         "model.dtype=float32",
@@ -296,15 +291,13 @@ def test_a_real_model_over_http_and_a_shape_that_cannot_come_up(
             assert (status.shape, len(status.places)) == (Shape(1, 2), 2)
             assert status.info.num_blocks < num_blocks, "stages of 3 and 2 layers"
 
-            answers = load.num_answers
             done = palimpsest("scale", "--pp", "1", "--name", app.name)
             assert done.returncode == 2, done.stderr
             assert "TP 1 x PP 1 did not come up" in done.stderr
             assert "but one sequence of max_model_len 512 needs 32" in done.stderr
             assert done.stderr.endswith("TP 1 x PP 2 was restored.\n")
             assert app.status().shape == Shape(1, 2)
-            while load.num_answers == answers:
-                time.sleep(0.05)
+            load.wait_for_answers()
         assert load.causes["resize"]
         assert not load.causes["worker_lost"]
         app.wait_idle()
@@ -339,10 +332,7 @@ def test_smollm2_over_http(port: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-def test_workers_that_are_not_up_in_time(
-    port: int, test_data_dir: Path | None, tmp_path: Path
-) -> None:
-    model = ready_to_serve(stories_directory(test_data_dir, tmp_path / "stories"), tmp_path)
+def test_workers_that_are_not_up_in_time(port: int, model: Path) -> None:
     settings = (
         f"model.model={model}",
         "model.dtype=float32",
@@ -357,8 +347,6 @@ def test_workers_that_are_not_up_in_time(
             with pytest.raises(ResizeError, match=r"not ready after 45 s.*TP 1 x PP 1 was rest"):
                 asyncio.run(resize(app.name, 2))
             assert not asked.exists()
-            answers = load.num_answers
-            while load.num_answers == answers:
-                time.sleep(0.05)
+            load.wait_for_answers()
         assert asyncio.run(resize(app.name, 2)) == Shape(2, 1)
         app.wait_idle()

@@ -19,6 +19,7 @@ from tests.support.serving import App
 
 RECOVERY_SECONDS = 90.0
 MAX_LOGPROB_ERROR = 1e-3
+_ANSWER_SECONDS = 90.0
 _DEAD_SECONDS = 30.0
 _TICK_SECONDS = 0.02
 _STEPS_OF_A_START = 80
@@ -52,6 +53,13 @@ class Load:
             self.num_comments += answer.num_comments
             self.causes.update(answer.preemption.get("causes", {}))
         self.num_answers += len(answers)
+
+    def wait_for_answers(self, count: int = 1) -> None:
+        """Returns when so many more have come; it must be running."""
+        wanted, deadline = self.num_answers + count, time.monotonic() + _ANSWER_SECONDS
+        while self.num_answers < wanted:
+            assert time.monotonic() < deadline, "nothing is answered any more"
+            time.sleep(0.05)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
