@@ -253,6 +253,21 @@ def test_a_replica_that_serve_stops_ends_its_streams_in_time(app: App) -> None:
 
 
 @pytest.mark.full
+def test_fewer_replicas_cut_no_stream(port: int, model: Path) -> None:
+    settings = (f"model.model={model}", "cache.num_blocks=2000", "server.num_replicas=2")
+    with deployed("shrinking", port, *settings, loader=FAKE_LOADER) as app:
+        work = [(COMPLETIONS, {**SHORT, "stream": True})] * NUM_STREAMS
+        (expected,) = ask_all(app.url, work[:1])
+        with in_thread(lambda: ask_all(app.url, work)) as answers:
+            wait_running(app, NUM_STREAMS)
+            app.redeploy(server={"num_replicas": 1})
+        (streams,) = answers
+        assert [answer.content for answer in streams] == [expected.content] * NUM_STREAMS
+        assert app.replica_states() == {"RUNNING": 1}
+        app.wait_idle()
+
+
+@pytest.mark.full
 def test_the_end_of_an_application_ends_its_streams_in_time(port: int, model: Path) -> None:
     """By Serve's own means: `serve.delete`, which `serve shutdown` is for all applications."""
     settings = (f"model.model={model}", "cache.num_blocks=2000", "server.drain_seconds=2")
