@@ -207,20 +207,31 @@ class _Answer:
         await self({"type": "http.response.body", "body": json.dumps(error.body()).encode()})
 
 
+class ClientGoneError(HTTPException):
+    """Nobody is there any more to be answered. The status is for the log alone."""
+
+    def __init__(self) -> None:
+        super().__init__(499)
+
+
 class _Body:
     """Receives the body of a request up to the limit, whatever its headers promised."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
+        self._is_whole = False
         self._num_bytes = 0
         self._work = 0
 
     async def __call__(self) -> MutableMapping[str, Any]:
         message = await self._receive()
+        # HTTPException is the one that FastAPI lets through while it reads a body.
+        if message["type"] == "http.disconnect" and not self._is_whole:
+            raise ClientGoneError
+        self._is_whole = not message.get("more_body", False)
         body = message.get("body", b"")
         self._num_bytes += len(body)
         self._work += _work(body)
-        # HTTPException is the one that FastAPI lets through while it reads a body.
         if self._num_bytes > MAX_BODY_BYTES:
             raise HTTPException(413, too_large().message)
         if self._work > MAX_BODY_WORK:

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request, Response
 
 from cluster.answers import DONE, KEEP_ALIVE, AnswerWriter, Shown, frame
 from cluster.api_errors import ApiError, TooManyRequestsError, our_fault
+from cluster.asgi import ClientGoneError
 from cluster.choice import Piece, joined
 from cluster.event_stream import EventStream, disconnected
 from cluster.frontend import Frontend
@@ -158,10 +159,6 @@ async def _written(num_rated: int, write: Callable[[W], bytes], what: W) -> byte
     if num_rated < _MANY_RATED_TOKENS:
         return write(what)
     return await asyncio.to_thread(write, what)
-
-
-class ClientGoneError(Exception):
-    """Nobody is there any more to be answered."""
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -12,10 +12,10 @@ from starlette.types import ASGIApp
 
 from cluster.admin_routes import ADMIN_PATHS, admin_routes
 from cluster.api_errors import ApiError, ErrorBody, from_status, from_validation, our_fault
-from cluster.asgi import Gate, Guard
+from cluster.asgi import ClientGoneError, Gate, Guard
 from cluster.chaos_routes import CHAOS_PATHS, chaos_routes
 from cluster.frontend import Frontend
-from cluster.generation_routes import ClientGoneError, generation_routes
+from cluster.generation_routes import generation_routes
 from cluster.http_settings import HttpSettings
 from cluster.metrics_route import metrics_routes
 from cluster.operations import Operations
@@ -93,7 +93,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ClientGoneError)
     async def client_gone(request: Request, error: ClientGoneError) -> Response:
-        return Response(status_code=499)  # for the log alone
+        return Response(status_code=error.status_code)
 
     @app.exception_handler(Exception)
     async def other(request: Request, error: Exception) -> Response:

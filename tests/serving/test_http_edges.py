@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from starlette.types import Message, Scope
 
 from cluster.asgi import KeyDigests
 from cluster.http_settings import HttpSettings
@@ -63,13 +64,8 @@ def test_requests_that_wait_end_with_their_clients(
     slow.wait_idle(timeout_seconds=2)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("num_turns", range(8))
-def test_a_request_may_be_cancelled_twice(slow: HttpServer, stream: bool, num_turns: int) -> None:
-    """Ray Serve tells of a client that is gone and cancels the request, in one order or the other,
-    with some turns of the event loop between."""
-    body = json.dumps({**ENDLESS, "stream": stream}).encode()
-    scope = {
+def new_scope() -> Scope:
+    return {
         "type": "http",
         "method": "POST",
         "path": COMPLETIONS,
@@ -77,6 +73,36 @@ def test_a_request_may_be_cancelled_twice(slow: HttpServer, stream: bool, num_tu
         "query_string": b"",
         "state": {},
     }
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_sent_no_bad_request(
+    slow: HttpServer,
+) -> None:
+    messages: list[Message] = [
+        {"type": "http.disconnect"},
+        {"type": "http.request", "body": b'{"prompt": "one', "more_body": True},
+    ]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return messages.pop()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        await slow.app(new_scope(), receive, send)
+
+    slow.run(run)
+    assert [message.get("status") for message in sent] == [499, None]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("num_turns", range(8))
+def test_a_request_may_be_cancelled_twice(slow: HttpServer, stream: bool, num_turns: int) -> None:
+    """Ray Serve tells of a client that is gone and cancels the request, in one order or the other,
+    with some turns of the event loop between."""
+    body = json.dumps({**ENDLESS, "stream": stream}).encode()
 
     async def run() -> None:
         gone = asyncio.Event()
@@ -91,7 +117,7 @@ def test_a_request_may_be_cancelled_twice(slow: HttpServer, stream: bool, num_tu
         async def send(message: object) -> None:
             pass
 
-        request = asyncio.ensure_future(slow.app(scope, receive, send))
+        request = asyncio.ensure_future(slow.app(new_scope(), receive, send))
         while not slow.engine.client.num_streams:
             await asyncio.sleep(0)
         await asyncio.sleep(0.05)
