@@ -318,9 +318,13 @@ class Engine:
             self._start_seconds, waits=waits, tell=self._tell_progress
         ):
             joining = asyncio.ensure_future(self._load_and_join(workers, config))
-            hang = asyncio.ensure_future(workers.first_hang())
-            if joining not in await first_done(joining, hang):
-                raise EngineStartError(hang.result())
+            hangs = [
+                asyncio.ensure_future(workers.first_hang()),
+                asyncio.ensure_future(self._scheduler.first_hang()),
+            ]
+            done = await first_done(joining, *hangs)
+            if joining not in done:
+                raise EngineStartError(done.pop().result())
         self._set_info(EngineState.READY)
         return tuple(new), joining.result()
 

@@ -45,7 +45,6 @@ class RayEngineCalls:
         self._app = app
         self._spec = spec
         self._client_id = ""
-        self._supervisor: Any = None
         self._view: EngineView | None = None
         self._scheduler: Any = None
         self._scheduler_id = ""
@@ -128,22 +127,21 @@ class RayEngineCalls:
 
     async def _watch(self) -> None:
         """Follow the supervisor's view; find a new supervisor when it is gone."""
+        supervisor = None  # one that has been told of us
         while True:
             try:
-                if self._supervisor is None:
-                    self._supervisor = supervisor_of(self._app)
-                    call = self._supervisor.attach.remote(
-                        self._client_id, self._spec, _this_actor()
-                    )
-                else:
-                    version = self._view.version if self._view is not None else -1
-                    call = self._supervisor.look.remote(self._client_id, version)
-                self._take(await call)
+                if supervisor is None:
+                    found = supervisor_of(self._app)
+                    call = found.attach.remote(self._client_id, self._spec, _this_actor())
+                    self._take(await call)
+                    supervisor = found
+                version = self._view.version if self._view is not None else -1
+                self._take(await supervisor.look.remote(self._client_id, version))
             except ray.exceptions.ActorUnavailableError:
                 await asyncio.sleep(_PAUSE_SECONDS)
             except ray.exceptions.RayActorError:
                 logger.warning("the supervisor of %s is gone; asking for a new one", self._app)
-                self._supervisor = None
+                supervisor = None
                 await asyncio.sleep(_PAUSE_SECONDS)
             except Exception:
                 # The engine ends when nobody looks.

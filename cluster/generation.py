@@ -88,7 +88,7 @@ class Generation:
         try:
             admission = await self._engine.submit(self._messages)
         except EngineUnavailableError as error:
-            self._live.clear()
+            # It may have been accepted, and the answer lost: `end` will tell.
             self._engine.metrics.counts.refused("unavailable")
             raise UnavailableError(
                 str(error), retry_after_seconds=UNAVAILABLE_RETRY_SECONDS

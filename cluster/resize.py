@@ -25,6 +25,8 @@ class ResizeDesk:
         self._changed = asyncio.Event()
         self._outcome: asyncio.Future[None] | None = None
         self._failure = ""
+        self._end_reason = ""
+        """Why the engine is over."""
 
     @property
     def wanted(self) -> Shape | None:
@@ -57,6 +59,8 @@ class ResizeDesk:
         Raises ResizeError with the reason when the old shape was restored instead, or the engine
         is over.
         """
+        if self._end_reason:
+            raise self._over()
         self._wanted, self._failure = shape, ""
         self._outcome = asyncio.get_running_loop().create_future()
         self._changed.set()
@@ -89,8 +93,12 @@ class ResizeDesk:
 
     def close(self, reason: str) -> None:
         """The engine is over."""
+        self._end_reason = reason
+        self._end(self._over())
+
+    def _over(self) -> ResizeError:
         failure = f"{self._failure}; and then " if self._failure else ""
-        self._end(ResizeError(f"{failure}the engine ended: {reason}"))
+        return ResizeError(f"{failure}the engine ended: {self._end_reason}")
 
     def _end(self, error: ResizeError) -> None:
         self._wanted = None

@@ -11,7 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.processes import SchedulerProcess, place_here
-from cluster.ray_errors import awaited, sentence
+from cluster.ray_errors import awaited, first_done, sentence
 from configs import ResolvedConfig
 from scheduler.crash import CrashLog
 from scheduler.errors import CoreCrashedError
@@ -67,25 +67,27 @@ class SchedulerHandle:
     async def wait_lost(self, epoch: int) -> str:
         """Returns when the scheduler has lost the group of `epoch`, or is lost itself; why."""
         lost = asyncio.ensure_future(awaited(self.actor.wait_lost.remote(epoch)))
+        hang = asyncio.ensure_future(self.first_hang())
         try:
-            while not lost.done():
-                await asyncio.wait({lost}, timeout=_PING_SECONDS)
-                if not lost.done() and not await self._answers(_HANG_SECONDS):
-                    return f"the scheduler has not answered for {_HANG_SECONDS:g} s"
-            return str((await lost).reason)
+            if lost in await first_done(lost, hang):
+                return str(lost.result().reason)
+            return hang.result()
         except ray.exceptions.RayError as error:
             return f"the scheduler is lost: {sentence(error)}"
-        finally:
-            lost.cancel()
 
-    async def _answers(self, timeout_seconds: float) -> bool:
-        """Raises RayError if it is dead."""
+    async def first_hang(self) -> str:
+        """Wait until a process that has answered once does so no longer; for how long."""
+        actor = self.actor
         try:
-            async with asyncio.timeout(timeout_seconds):
-                await self.actor.ping.remote()
+            await actor.place.remote()
+            while True:
+                await asyncio.sleep(_PING_SECONDS)
+                async with asyncio.timeout(_HANG_SECONDS):
+                    await actor.ping.remote()
         except TimeoutError:
-            return False
-        return True
+            return f"the scheduler has not answered for {_HANG_SECONDS:g} s"
+        except ray.exceptions.RayError:
+            return await asyncio.Future()  # its other calls fail, and say so
 
     async def lose(
         self, epoch: int, reason: str, cause: InterruptionCause = InterruptionCause.WORKER_LOST
@@ -97,11 +99,13 @@ class SchedulerHandle:
         if self.actor is None:
             return None
         try:
-            if await self._answers(_ANSWER_SECONDS):
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                await self.actor.ping.remote()
                 if self._begun_epoch != epoch:
                     return None
                 loss: GroupLoss = await self.actor.lose.remote(epoch, reason, cause)
                 return loss
+        except TimeoutError:
             why = "it does not answer"
         except ray.exceptions.RayError as error:
             why = sentence(error)
@@ -119,31 +123,28 @@ class SchedulerHandle:
 
     async def tell(self, counts: Tally) -> None:
         """Let what the engine has counted be part of the metrics."""
-        if self.actor is not None:
-            with contextlib.suppress(ray.exceptions.RayError):
-                await self.actor.exchange_counts.remote(encode(counts))
+        await self._ask("exchange_counts", encode(counts))
 
     async def set_drain(self, reason: str) -> None:
         """See `SchedulerActor.set_drain`."""
-        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
-            async with asyncio.timeout(_ANSWER_SECONDS):
-                if self.actor is not None:
-                    await self.actor.set_drain.remote(reason)
+        await self._ask("set_drain", reason)
 
     async def end_all(self, reason: str) -> int:
         """End all requests, with `reason`; how many that were."""
-        num_ended = 0
-        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
-            async with asyncio.timeout(_ANSWER_SECONDS):
-                if self.actor is not None:
-                    num_ended = await self.actor.end_all.remote(reason)
-        return num_ended
+        return int(await self._ask("end_all", reason) or 0)
 
     async def give_up(self, reason: str) -> None:
         """End all requests, with `reason`. The process stays, to tell its clients."""
-        if self.actor is not None:
-            with contextlib.suppress(ray.exceptions.RayError):
-                await self.actor.give_up.remote(reason)
+        await self._ask("give_up", reason)
+
+    async def _ask(self, method: str, *arguments: object) -> Any:
+        """What the process answers; None if it is not there, or does not answer in time."""
+        if self.actor is None:
+            return None
+        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                return await getattr(self.actor, method).remote(*arguments)
+        return None
 
     def kill(self) -> None:
         actor, self.actor, self.has_begun = self.actor, None, False

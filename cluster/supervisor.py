@@ -176,9 +176,12 @@ class Supervisor:
             logger.info("the engine of %s ends: %s", self._app, reason)
             if self._replacing is not None:
                 self._replacing.cancel()
-            if self._engine is not None:
-                await self._engine.close(reason)
-            await asyncio.to_thread(self._shapes.forget)
+            try:
+                if self._engine is not None:
+                    await self._engine.close(reason)
+                await asyncio.to_thread(self._shapes.forget)
+            except Exception:
+                logger.exception("the engine of %s did not end in peace", self._app)
             # Not `exit_actor`, which waits for the calls that are underway.
             ray.kill(ray.get_runtime_context().current_actor)
             await asyncio.Event().wait()
@@ -225,6 +228,16 @@ class Supervisor:
 
     async def _start_next(self, reason: str) -> None:
         """Drain and end the engine there is, and start the one that was asked for last."""
+        while True:
+            try:
+                await self._try_to_start_next(reason)
+                return
+            except Exception:
+                # Who waits for that engine asks for it only once.
+                logger.exception("the next engine could not be started; trying again")
+                await asyncio.sleep(_TICK_SECONDS)
+
+    async def _try_to_start_next(self, reason: str) -> None:
         old = self._engine
         if old is not None:
             await old.drain(reason, old.spec.config.server.drain_seconds)
@@ -262,7 +275,8 @@ class Supervisor:
             now = time.monotonic()
             for client_id, seen_seconds in list(self._seen_seconds.items()):
                 if now - seen_seconds > self._lease_seconds:
-                    self._forget(client_id)
+                    # What else is known of it goes with its actor: it may have stood still.
+                    del self._seen_seconds[client_id]
             is_due = now - self._last_seen_seconds > self._lease_seconds
             if is_due and not self._num_looking:
                 await self.stop(f"no ingress replica has called for {self._lease_seconds:.0f} s")
@@ -280,14 +294,11 @@ class Supervisor:
         for client_id, actor in list(self._replica_actors.items()):
             if actor.name not in names:
                 logger.warning("the ingress replica %s is dead; its requests end", actor.name)
-                self._forget(client_id)
+                self._seen_seconds.pop(client_id, None)
+                self._fingerprints.pop(client_id, None)
+                del self._replica_actors[client_id]
                 if self._engine is not None:
                     await self._engine.forget(client_id)
-
-    def _forget(self, client_id: str) -> None:
-        self._seen_seconds.pop(client_id, None)
-        self._fingerprints.pop(client_id, None)
-        self._replica_actors.pop(client_id, None)
 
 
 def supervisor_of(app: str, *, lease_seconds: float = LEASE_SECONDS) -> Any:

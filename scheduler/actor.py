@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -219,8 +220,17 @@ class SchedulerActor:
         await self.end_all(reason)
 
     async def forget(self, client_id: str) -> None:
-        """A replica is gone for good: end its requests."""
-        self._end_client(client_id)
+        """A replica is gone: end what belongs to it. It may come back, and bring it again."""
+        logger.warning("ingress replica %s is gone; its requests end", client_id)
+        self._clients.forget(client_id)
+        if self._loop is None:
+            return
+        self._clients.mute(client_id)
+        abandoned = self._loop.call(lambda core, now: core.abandon(client_id, now))
+        # In line behind all news from before.
+        unmute = partial(self._clients.unmute, client_id)
+        run_soon = asyncio.get_running_loop().call_soon_threadsafe
+        abandoned.add_done_callback(lambda _: run_soon(unmute))
 
     async def stop(self) -> None:
         """End the step loop; requests that are alive are dropped without a word."""
@@ -386,15 +396,8 @@ class SchedulerActor:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             for client_id in self._clients.lost(time.monotonic()):
-                self._end_client(client_id)
+                await self.forget(client_id)
             is_busy = bool(self._info.running_requests or self._info.waiting_requests)
             if was_busy and not is_busy:
                 self._on_idle()
             was_busy = is_busy
-
-    def _end_client(self, client_id: str) -> None:
-        """End what belongs to a replica that is gone."""
-        logger.warning("ingress replica %s is gone; its requests end", client_id)
-        self._clients.forget(client_id)
-        if self._loop is not None:
-            self._loop.call(lambda core, now: core.abandon(client_id, now))

@@ -13,6 +13,7 @@ POLL_SECONDS = 5.0
 """How long a poll waits for news."""
 CLIENT_LOST_SECONDS = 15.0
 """A replica that has not polled for so long is gone."""
+_STANDSTILL_SECONDS = 4.0
 
 
 @dataclass(slots=True)
@@ -52,6 +53,8 @@ class Clients:
     def __init__(self) -> None:
         self._clients: dict[str, Client] = {}
         self._awaited: set[str] = set()
+        self._muted: set[str] = set()
+        self._looked_seconds = 0.0
         self.all_resumed = asyncio.Event()
         """Whoever was awaited has resumed, or is no longer awaited."""
 
@@ -69,7 +72,7 @@ class Clients:
     def put(self, batches: Mapping[str, TokenBatch]) -> None:
         for client_id, batch in batches.items():
             client = self._clients.get(client_id)
-            if client is not None:  # else it is gone, and its requests are being ended
+            if client is not None and client_id not in self._muted:
                 client.outbox.put(batch)
                 client.news.set()
 
@@ -106,12 +109,26 @@ class Clients:
     # -- the end --------------------------------------------------------------------------
 
     def lost(self, now: float) -> list[str]:
-        """Who has not polled for long."""
+        """Who has not polled for long. Ask every second: where more time has passed since the last
+        call, it was this process that stood still, and nobody is lost."""
+        stood_still = now - self._looked_seconds > _STANDSTILL_SECONDS
+        self._looked_seconds = now
+        if stood_still:
+            for client in self._clients.values():
+                client.last_seen_seconds = now
         return [
             client_id
             for client_id, client in self._clients.items()
             if now - client.last_seen_seconds > CLIENT_LOST_SECONDS
         ]
+
+    def mute(self, client_id: str) -> None:
+        """Drop what is still on its way to a client that was forgotten, until `unmute`: it may
+        come back before that, and bring the same requests again."""
+        self._muted.add(client_id)
+
+    def unmute(self, client_id: str) -> None:
+        self._muted.discard(client_id)
 
     def forget(self, client_id: str) -> None:
         client = self._clients.pop(client_id, None)

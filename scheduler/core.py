@@ -140,14 +140,15 @@ class SchedulerCore:
         if request is not None:
             self._end(request, message, now)
         elif message.request_id not in self._tombstones:
-            self._tombstones.remember(message.request_id, now, message)
+            self._tombstones.remember_early(message, now)
 
     def abandon(self, client_id: str, now: float) -> None:
-        """End, without a word, what belongs to a client that is gone; it may still come back."""
+        """End, without a word, what belongs to a client that is gone; it may still come back, with
+        all whose last delta it has not had."""
         for request in [r for r in self.requests.values() if r.client_id == client_id]:
             self._end(request, EndRequest(request.request_id, EndReason.ABORT), now)
-            self._tombstones.forget(request.request_id)
             self.accounting.orphaned_requests += 1
+        self._tombstones.forget_client(client_id)
         self._deltas.pop(client_id, None)
 
     def take_batches(self) -> dict[str, TokenBatch]:
@@ -391,7 +392,7 @@ class SchedulerCore:
         self.accounting.ended(request, reason)
         self._quarantine.clear(request)
         del self.requests[request.request_id]
-        self._tombstones.remember(request.request_id, now)
+        self._tombstones.remember(request.request_id, now, request.client_id)
 
     def _is_known(self, request_id: str) -> bool:
         """It is alive, or it ended a short while ago. An end that came first does not count."""

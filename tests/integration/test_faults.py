@@ -207,6 +207,22 @@ def test_a_scheduler_that_stops(app: App, load: Load) -> None:
     assert recoveries_of(app) == before + 1
 
 
+@pytest.mark.full
+def test_a_scheduler_that_stops_on_the_way_into_a_group(app: App, load: Load) -> None:
+    before, zombie = recoveries_of(app), app.scheduler_pid()
+    with load.running():
+        time.sleep(0.5)
+        kill(app.worker_pids()[0])
+        time.sleep(1)  # the next one imports torch
+        os.kill(zombie, signal.SIGSTOP)
+        recovery = wait_recovered(app, before + 1)
+        assert recovery.replaced == ("scheduler",)
+        if is_alive(zombie):
+            os.kill(zombie, signal.SIGCONT)
+        wait_dead([zombie])
+    assert recoveries_of(app) == before + 1
+
+
 @pytest.mark.parametrize(
     "num_faults", [20, pytest.param(300, marks=[pytest.mark.full, pytest.mark.timeout(1800)])]
 )

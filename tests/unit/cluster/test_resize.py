@@ -85,11 +85,21 @@ async def test_an_engine_that_ends_meanwhile() -> None:
     desk.close("palimpsest stop")
     with pytest.raises(ResizeError, match="the engine ended: palimpsest stop"):
         await asking
+    desk = ResizeDesk()
     asking = await wanted(desk, THREE)
     desk.failed("no GPU")
     desk.close("given up after 5 deaths")
     with pytest.raises(ResizeError, match=r"did not come up: no GPU; and then .* 5 deaths"):
         await asking
+
+
+@runs
+async def test_an_engine_that_ends_while_the_shape_is_being_checked() -> None:
+    desk = ResizeDesk()
+    with desk.taken(THREE, READY):
+        desk.close("no GPU")
+        with pytest.raises(ResizeError, match="the engine ended: no GPU"):
+            await asyncio.wait_for(desk.carry_out(THREE), 1)
 
 
 @runs

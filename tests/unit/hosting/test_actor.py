@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +12,13 @@ import pytest
 import cluster.request_stream
 import scheduler.actor
 import scheduler.clients
+from cluster.api_errors import UnavailableError
 from cluster.engine_client import EngineClient
 from cluster.errors import EngineUnavailableError
+from cluster.generation import Generation
 from configs import load, resolve
 from scheduler.actor import SchedulerActor
+from scheduler.clients import Clients
 from scheduler.group import Pipeline
 from scheduler.messages import (
     Accepted,
@@ -25,6 +30,7 @@ from scheduler.messages import (
     PollAnswer,
     QueueFull,
     SamplingParams,
+    SubmitAnswer,
     SubmitRequest,
     SubmitRequests,
     WorkerFault,
@@ -38,6 +44,7 @@ from tests.support.hosted_engine import (
     NUM_BLOCKS,
     SIZE,
     Calls,
+    Engine,
     engine,
     eventually,
     read,
@@ -177,6 +184,64 @@ async def test_requests_of_a_replica_that_no_longer_polls_end() -> None:
             assert it.client.num_streams == 1
 
 
+@runs
+async def test_a_replica_that_comes_back_gets_the_end_that_it_has_missed() -> None:
+    async with engine(hold=True) as it:
+        await it.client.submit([it.request("a", 3)])
+        reading = asyncio.create_task(read(it.client, "a"))
+        await let_pass(it, 2)
+        it.link.release(1)
+        await stand_still()  # so that the last token is still on its way
+        await it.actor.forget(it.client.client_id)
+        it.link.hold = False
+        it.link.release(it.link.num_held)
+        async with asyncio.timeout(10):
+            assert await reading == (EXPECTED[:3], FinishReason.LENGTH)
+
+
+@runs
+async def test_no_token_comes_twice_to_a_replica_that_comes_back_at_once() -> None:
+    async with engine(hold=True) as it:
+        await it.client.submit([it.request("a")])
+        reading = asyncio.create_task(read(it.client, "a"))
+        await let_pass(it, 3)
+        it.link.release(1)
+        await stand_still()
+        await it.actor.forget(it.client.client_id)
+        # Its poll, before the event loop hears of the token: nothing here waits.
+        await it.actor.poll(it.client.client_id, 99)
+        it.link.hold = False
+        it.link.release(it.link.num_held)
+        async with asyncio.timeout(10):
+            assert await reading == (EXPECTED, FinishReason.LENGTH)
+
+
+async def let_pass(it: Engine, num_steps: int) -> None:
+    """Let so many steps be answered, and their tokens be read."""
+    for _ in range(num_steps):
+        await eventually(lambda: it.link.num_held)
+        it.link.release(1)
+        await asyncio.sleep(0.02)
+    await eventually(lambda: it.link.num_held)
+
+
+async def stand_still() -> None:
+    """What happens meanwhile on other threads finds its way to the event loop later."""
+    time.sleep(0.1)
+
+
+def test_who_stood_still_loses_nobody() -> None:
+    clients = Clients()
+    clients.see("other")
+    began = time.monotonic()
+    assert clients.lost(began) == []
+    woke = began + 100.0
+    assert clients.lost(woke) == []
+    assert clients.lost(woke + 1) == []
+    late = [woke + seconds for seconds in range(1, 20)]
+    assert [clients.lost(now) for now in late][-1] == ["other"]
+
+
 def encode_rest(request: SubmitRequest) -> tuple[Any, ...]:
     return request.prompt_token_ids, request.sampling, request.arrival_seconds
 
@@ -224,6 +289,36 @@ async def test_before_the_workers_are_there_nothing_is_taken_and_the_reason_is_t
     await client.end(EndRequest("a", EndReason.ABORT))
     assert (await actor.status()).counters is None
     await client.close()
+
+
+@runs
+async def test_a_request_that_was_accepted_and_then_refused_is_ended() -> None:
+    """Its submission arrived, the answer did not, and the engine began to drain before the next."""
+    async with engine(hold=True) as it:
+        submit = it.calls.submit
+
+        async def submit_twice(messages: Sequence[SubmitRequest]) -> SubmitAnswer:
+            await submit(messages)
+            await it.actor.set_drain("it is drained")
+            return await submit(messages)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(it.calls, "submit", submit_twice)
+            generation = Generation(
+                it.client,
+                [it.request("a", 200)],
+                [],
+                max_queue_seconds=60,
+                arrived_seconds=0,
+                num_choices_per_prompt=1,
+            )
+            with pytest.raises(UnavailableError):
+                await generation.start()
+        assert await it.num_open() == 1
+        generation.end()
+        async with asyncio.timeout(10):
+            while await it.num_open():
+                await asyncio.sleep(0.01)
 
 
 @runs

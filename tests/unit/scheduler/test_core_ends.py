@@ -259,6 +259,19 @@ def test_end_of_nobody_is_forgotten_in_time() -> None:
     assert len(driver.core._tombstones) <= 62
 
 
+def test_what_a_client_that_was_gone_brings_again_gets_an_end_also_if_it_had_one() -> None:
+    """The delta that told of the first end was lost with everything else on its way."""
+    driver = Driver(11)
+    driver.submit("R", text("r", 20), max_tokens=3)
+    driver.run()
+    assert driver.finish("R") is FinishReason.LENGTH
+    driver.core.abandon("client", driver.now)
+    driver.deltas.clear()
+    driver.submit("R", text("r", 20), max_tokens=3)
+    driver.run()
+    assert driver.finish("R") is FinishReason.LENGTH
+
+
 # -- ends from within -------------------------------------------------------------------
 
 

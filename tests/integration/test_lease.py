@@ -1,0 +1,130 @@
+"""The line between a replica and its supervisor: what is said once must arrive, or be said again.
+
+No cluster is needed: the other side is a stand-in, or the supervisor itself outside of Ray.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+
+import cluster.engine_calls
+import cluster.supervisor
+from cluster.engine_calls import RayEngineCalls
+from cluster.shape import Shape, ShapeMemory
+from cluster.supervisor import Supervisor
+from cluster.supervisor_view import EngineView, Place, ReplicaActor
+from scheduler.messages import EngineInfo, EngineState
+from tests.support.engines import fake_spec
+from tests.support.hosted_engine import eventually, runs
+
+SPEC = fake_spec()
+REPLICA = ReplicaActor("replica", Place("node", "127.0.0.1", 1))
+
+
+class Method:
+    """One of an actor's."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.remote = function
+
+
+class DeafSupervisor:
+    """Is out of reach for a moment when it is called for the first time."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.attach, self.look = Method(self._attach), Method(self._look)
+
+    async def _attach(self, *_: object) -> EngineView:
+        self.calls.append("attach")
+        if len(self.calls) == 1:
+            raise ray.exceptions.ActorUnavailableError("for a moment", b"\0" * 16)
+        return EngineView(1, SPEC.fingerprint, EngineInfo(EngineState.STARTING), None, "")
+
+    async def _look(self, *_: object) -> EngineView:
+        self.calls.append("look")
+        return await asyncio.Future()
+
+
+@runs
+async def test_a_replica_attaches_until_it_has_worked() -> None:
+    supervisor = DeafSupervisor()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster.engine_calls, "supervisor_of", lambda app: supervisor)
+        patch.setattr(cluster.engine_calls, "_this_actor", lambda: REPLICA)
+        calls = RayEngineCalls("app", SPEC)
+        calls.start("ingress-1")
+        await eventually(lambda: "look" in supervisor.calls)
+        await calls.close()
+    assert supervisor.calls == ["attach", "attach", "look"]
+
+
+class StubEngine:
+    """Is ready at once."""
+
+    def __init__(self, spec: object, **_: object) -> None:
+        self.info = EngineInfo(EngineState.READY)
+        self.shape = Shape(1, 1)
+        self.scheduler, self.scheduler_id = None, ""
+
+    def start(self) -> None:
+        pass
+
+
+@pytest.fixture
+def stubs(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A supervisor has stubs for what it uses, and little time."""
+
+    async def nobody_died(supervisor: Supervisor) -> None:
+        pass
+
+    monkeypatch.setattr(cluster.supervisor, "Engine", StubEngine)
+    monkeypatch.setattr(cluster.supervisor, "set_up_logging", lambda *_: None)
+    monkeypatch.setattr(cluster.supervisor, "_TICK_SECONDS", 0.02)
+    monkeypatch.setattr(cluster.supervisor, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(ShapeMemory, "recall", lambda memory, spec: None)
+    monkeypatch.setattr(Supervisor, "_end_dead_replicas", nobody_died)
+    return monkeypatch
+
+
+def test_a_start_that_fails_is_tried_again(stubs: pytest.MonkeyPatch) -> None:
+    attempts = itertools.count(1)
+
+    def recall(memory: ShapeMemory, spec: object) -> None:
+        if next(attempts) == 1:
+            raise RuntimeError("the control store did not answer")
+
+    stubs.setattr(ShapeMemory, "recall", recall)
+
+    async def run() -> EngineInfo:
+        supervisor = Supervisor("app")
+        view = await supervisor.attach("ingress-1", SPEC, REPLICA)
+        async with asyncio.timeout(10):
+            while not view.info.is_ready:
+                view = await supervisor.look("ingress-1", view.version)
+        return view.info
+
+    assert asyncio.run(run()).is_ready
+    assert next(attempts) == 3
+
+
+@pytest.mark.usefixtures("stubs")
+def test_a_replica_that_stood_still_is_still_known() -> None:
+    """It says who it is only once."""
+
+    async def run() -> None:
+        supervisor = Supervisor("app", lease_seconds=0.5)
+        await supervisor.attach("ingress-1", SPEC, REPLICA)
+        await supervisor.attach("other", SPEC)
+        for _ in range(20):  # the other one keeps the lease
+            await supervisor.look("other", -1)
+            await asyncio.sleep(0.05)
+        assert "ingress-1" not in supervisor._seen_seconds
+        await supervisor.look("ingress-1", -1)
+        assert supervisor._replica_actors == {"ingress-1": REPLICA}
+
+    asyncio.run(run())
