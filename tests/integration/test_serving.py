@@ -79,7 +79,7 @@ def test_the_official_client(apps: tuple[App, App]) -> None:
             model=name, prompt=OPENINGS[0], max_tokens=40, temperature=0, stream=True
         )
         assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
-        assert len(whole.choices[0].text) > 60
+        assert len(whole.choices[0].text) > 20
         assert whole._request_id
 
 

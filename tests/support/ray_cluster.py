@@ -21,6 +21,8 @@ _ENVIRONMENT = {
     # Ray has some twenty threads a process, each of which would get a heap of its own from glibc,
     # and keep in it the most that it ever held: growth that nobody could tell from a leak.
     "MALLOC_ARENA_MAX": "2",
+    # Other tests have the other core: a thread that spins keeps it from the one it waits for.
+    "GOMP_SPINCOUNT": "1000",
     # A proxy that died is missed at the third check.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "1.5",
