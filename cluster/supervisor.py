@@ -242,6 +242,7 @@ class Supervisor:
         if old is not None:
             await old.drain(reason, old.spec.config.server.drain_seconds)
             await old.close(reason)
+            self._engine = None
         assert self._spec is not None, "replace sets it"
         shape = await asyncio.to_thread(self._shapes.recall, self._spec)
         self._engine = Engine(
