@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from scheduler.messages import (
     SamplingParams,
     TokenLogprobs,
 )
-from tests.support.engines import client_of, generate, request_of, status_of, wait_idle
+from tests.support.engines import client_of, counters_of, generate, request_of, status_of, wait_idle
 from tests.support.faults import kill
 from tests.support.http_jobs import OPENINGS
 from tests.support.models import make_stories_stand_in
@@ -130,11 +129,12 @@ def test_kills_change_no_token(
     )
 
     async def kill_in_the_middle(client: EngineClient, number: int, expected: list[Told]) -> None:
+        status, before = await status_of(app), await counters_of(app)
+        num_expected = sum(len(one.token_ids) for one in expected)
+        num_wanted = before.scheduled_output_tokens + 1 + rng.random() * num_expected / 2
         telling = asyncio.create_task(tell_all(client, f"kill-{number}", num_streams, num_tokens))
-        while not client.info().running_requests:
+        while (await counters_of(app)).scheduled_output_tokens < num_wanted:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(rng.random() * undisturbed_seconds / 2)
-        status = await status_of(app)
         kill(status.places[number % len(status.places)].process_id)
         told = await telling
         for one, other in zip(told, expected, strict=True):
@@ -147,14 +147,10 @@ def test_kills_change_no_token(
         assert status.num_recoveries == number + 1
 
     rng = random.Random(num_kills)
-    undisturbed_seconds = 0.0
 
     async def run() -> None:
-        nonlocal undisturbed_seconds
         async with client_of(app, spec) as client:
-            began = time.monotonic()
             expected = await tell_all(client, "undisturbed", num_streams, num_tokens)
-            undisturbed_seconds = time.monotonic() - began
             for number in range(num_kills):
                 await kill_in_the_middle(client, number, expected)
 
