@@ -134,7 +134,7 @@ def test_kills_change_no_token(
         num_wanted = before.scheduled_output_tokens + 1 + rng.random() * num_expected / 2
         telling = asyncio.create_task(tell_all(client, f"kill-{number}", num_streams, num_tokens))
         while (await counters_of(app)).scheduled_output_tokens < num_wanted:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
         kill(status.places[number % len(status.places)].process_id)
         told = await telling
         for one, other in zip(told, expected, strict=True):
