@@ -272,11 +272,12 @@ class SchedulerActor:
         for message in messages:
             self._clients.see(message.client_id)
         innocent, ends = without_culprits(messages, self._culprits)
-        self._clients.put(ends)
         try:
-            return encode(await self._run(lambda core, now: core.submit(innocent, now)))
+            answer = await self._run(lambda core, now: core.submit(innocent, now))
         except LoopOverError as error:
             return encode(Unavailable(str(error)))
+        self._clients.put(ends)  # by now nobody who was forgotten before is mute any more
+        return encode(answer)
 
     async def end(self, data: bytes) -> None:
         """An EndRequest in. Unknown ids are remembered for a while."""

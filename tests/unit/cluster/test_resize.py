@@ -1,8 +1,6 @@
 """Who may have another shape, and what is told of what became of it."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
 
@@ -11,17 +9,10 @@ from cluster.resize import ResizeDesk
 from cluster.shape import Shape
 from configs import load
 from scheduler.messages import EngineInfo, EngineState
+from tests.support.hosted_engine import runs
 
 ONE, THREE = Shape(1, 1), Shape(3, 1)
 READY = EngineInfo(EngineState.READY)
-
-
-def runs(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    def run() -> None:
-        asyncio.run(test())
-
-    run.__name__ = test.__name__
-    return run
 
 
 async def asked(desk: ResizeDesk, shape: Shape, info: EngineInfo = READY) -> None:
