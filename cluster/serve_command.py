@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from cluster.app_end import drain, end
+from cluster.applications import applications
 from cluster.config_command import ConfigFile, Overrides
 from cluster.console import Progress
 from cluster.errors import CommandError
@@ -224,12 +225,9 @@ def _watch(probe: Probe, progress: Progress) -> None:
 
 
 def _drain(plan: _Plan, progress: Progress) -> None:
-    from cluster.supervisor import existing_supervisors
-
     seconds = plan.config.server.drain_seconds
-    found = existing_supervisors()
     with progress.step(f"Finishing what runs, for at most {seconds:g} s") as tell:
-        drain({app: found[app] for app in found if app == plan.app}, _STOP_REASON, seconds, tell)
+        drain(applications(plan.app), _STOP_REASON, seconds, tell)
 
 
 def _stop(plan: _Plan, progress: Progress) -> None:
@@ -244,9 +242,7 @@ def _stop(plan: _Plan, progress: Progress) -> None:
 def _end_engine(plan: _Plan) -> None:
     import ray
 
-    from cluster.supervisor import existing_supervisors
-
-    supervisor = existing_supervisors().get(plan.app)
+    supervisor = applications(plan.app).get(plan.app)
     if supervisor is None:
         return
     if plan.address is not None:

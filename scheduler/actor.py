@@ -14,12 +14,11 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TypeVar
 
-import msgspec
-
 from configs import ResolvedConfig
 from scheduler.clients import Clients
 from scheduler.core import SchedulerCore
 from scheduler.crash import without_culprits
+from scheduler.engine_record import EngineRecord
 from scheduler.errors import CoreCrashedError, LoopOverError
 from scheduler.event_loop import OnEventLoop
 from scheduler.group import GroupSize
@@ -27,8 +26,6 @@ from scheduler.messages import (
     AbortRequests,
     EndReason,
     EndRequest,
-    EngineInfo,
-    EngineState,
     InterruptionCause,
     PollAnswer,
     SubmitRequests,
@@ -77,15 +74,9 @@ class SchedulerActor:
         self._link: PlanLink | None = None
         self._loop: StepLoop | None = None
         self._clients = Clients()
+        self._engine = EngineRecord(on_change=self._clients.wake)
         self._metrics = MetricsDesk()
-        self._info = EngineInfo(EngineState.STARTING, "the workers are not there yet")
-        """Of the engine as such, whether or not it is being drained."""
-        self._drain_reason = ""
-        self._joined_epoch = -1
-        self._loss: GroupLoss | None = None
-        self._crash: CoreCrashedError | None = None
         self._culprits: frozenset[str] = frozenset()
-        self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     # -- supervisor ---------------------------------------------------------------------
@@ -116,20 +107,9 @@ class SchedulerActor:
         self._culprits = frozenset(culprits)
         if self._loop is None:
             self._loop = self._start_loop(epoch, size, frozenset(awaited))
-        self._info = msgspec.structs.replace(
-            self._info,
-            reason="the workers are joining their group",
-            epoch=epoch,
-            max_model_len=size.max_model_len,
-            vocab_size=size.vocab_size,
-            block_size=self._config.cache.block_size,
-            num_blocks=size.num_blocks,
-        )
+        self._engine.forms(epoch, size, self._config.cache.block_size)
         self._loop.begin(epoch, link, size)
-        await self._until(lambda: self._joined_epoch == epoch or self._loss_of(epoch) is not None)
-        loss = self._loss_of(epoch)
-        if loss is not None:
-            raise RuntimeError(loss.reason)
+        await self._engine.until_joined(epoch)
 
     def _start_loop(self, epoch: int, size: GroupSize, awaited: frozenset[str]) -> StepLoop:
         config = self._config
@@ -165,12 +145,11 @@ class SchedulerActor:
         """
         assert self._loop is not None, "there was a group"
         self._loop.lose(epoch, reason, cause)
-        return await self.wait_lost(epoch)
+        return await self._engine.until_lost(epoch)
 
     async def explain(self, reason: str) -> None:
         """What the way to the next group is waiting for, to be told to whoever asks."""
-        if self._info.state is EngineState.RECOVERING:
-            self._set_state(EngineState.RECOVERING, reason)
+        self._engine.recovers(reason)
 
     async def ping(self) -> None:
         """Returns when the step loop has come round. Raises CoreCrashedError."""
@@ -179,21 +158,17 @@ class SchedulerActor:
 
     async def wait_lost(self, epoch: int) -> GroupLoss:
         """Returns when the group of `epoch` is lost. Raises CoreCrashedError."""
-        await self._until(lambda: self._loss_of(epoch) is not None)
-        loss = self._loss_of(epoch)
-        assert loss is not None
-        return loss
+        return await self._engine.until_lost(epoch)
 
     async def set_drain(self, reason: str) -> None:
         """Take nothing new, for `reason`; without one, take requests again."""
-        self._drain_reason = reason
-        self._tell()
+        self._engine.drains(reason)
 
     async def wait_drained(self) -> None:
         """Returns when all that was accepted has ended and was told, or nothing of it matters any
         more: requests are taken again, or the engine was given up."""
         await self._clients.all_resumed.wait()
-        while self._drain_reason and self._info.state is not EngineState.FAILED:
+        while self._engine.is_draining:
             num_open = await self._run(lambda core, now: len(core.requests))
             if not num_open and self._clients.have_everything:
                 return
@@ -216,7 +191,7 @@ class SchedulerActor:
 
     async def give_up(self, reason: str) -> None:
         """There will be no workers: end all requests, as `end_all` does, and take no others."""
-        self._set_state(EngineState.FAILED, reason)
+        self._engine.failed(reason)
         await self.end_all(reason)
 
     async def forget(self, client_id: str) -> None:
@@ -243,9 +218,9 @@ class SchedulerActor:
         try:
             counters = await self._run(lambda core, now: Counters.of(core))
         except LoopOverError:
-            return SchedulerStatus(self._told_info)
+            return SchedulerStatus(self._engine.info)
         timings = () if self._loop is None else tuple(self._loop.timings)
-        return SchedulerStatus(self._told_info, counters, Timings.of(timings))
+        return SchedulerStatus(self._engine.info, counters, Timings.of(timings))
 
     # -- ingress ------------------------------------------------------------------------
 
@@ -260,9 +235,9 @@ class SchedulerActor:
 
     async def submit(self, data: bytes) -> bytes:
         """SubmitRequests in, SubmitAnswer out. Submitting the same id again changes nothing."""
-        if self._told_info.takes_requests:
+        if self._engine.info.takes_requests:
             await self._clients.all_resumed.wait()
-        info = self._told_info
+        info = self._engine.info
         if not info.takes_requests:
             return encode(Unavailable(info.reason))
         return await self._submit(data)
@@ -293,17 +268,17 @@ class SchedulerActor:
         """
         client = self._clients.see(client_id)
         if not client.has_resumed:
-            return encode(PollAnswer(0, (), self._told_info, is_new=True))
+            return encode(PollAnswer(0, (), self._engine.info, is_new=True))
         number, batches = await client.take(last_batch)
-        if self._crash is not None:
-            raise self._crash
-        return encode(PollAnswer(number, batches, self._told_info))
+        if self._engine.crash is not None:
+            raise self._engine.crash
+        return encode(PollAnswer(number, batches, self._engine.info))
 
     async def exchange_counts(self, data: bytes) -> bytes:
         """A Tally in, a TallyAnswer out: what a replica knows, for what everybody counted."""
         self._metrics.take(decode(data, Tally))
         measured = None
-        if self._loop is not None and self._info.state is not EngineState.FAILED:
+        if self._loop is not None and not self._engine.has_failed:
             with contextlib.suppress(LoopOverError):
                 measured = await self._run(self._metrics.measure_of(self._loop))
         self._metrics.forget_all_but(self._clients, time.monotonic())
@@ -328,67 +303,31 @@ class SchedulerActor:
     async def _run(self, function: Callable[[SchedulerCore, float], T]) -> T:
         """Let the step loop run `function`; raises LoopOverError without one, CoreCrashedError."""
         if self._loop is None:
-            raise LoopOverError(self._info.reason)
+            raise LoopOverError(self._engine.info.reason)
         try:
             return await asyncio.wrap_future(self._loop.call(function))
         except LoopOverError as over:
-            raise (self._crash or over) from None
-
-    async def _until(self, is_so: Callable[[], bool]) -> None:
-        """Raises CoreCrashedError when it can no longer come about."""
-        while not is_so():
-            if self._crash is not None:
-                raise self._crash
-            self._changed.clear()
-            await self._changed.wait()
-
-    def _loss_of(self, epoch: int) -> GroupLoss | None:
-        """The last loss, if it was of `epoch` or a later one."""
-        loss = self._loss
-        return loss if loss is not None and loss.epoch >= epoch else None
+            raise (self._engine.crash or over) from None
 
     # -- news from the step loop, on the event loop ---------------------------------------
 
     def on_joined(self, epoch: int) -> None:
-        self._joined_epoch = epoch
-        self._set_state(EngineState.READY)
+        self._engine.joined(epoch)
 
     def on_news(self, batches: Mapping[str, TokenBatch], load: Load) -> None:
-        self._info = msgspec.structs.replace(
-            self._info,
-            running_requests=load.running_requests,
-            waiting_requests=load.waiting_requests,
-            waiting_tokens=load.waiting_tokens,
-            tokens_per_second=load.tokens_per_second,
-        )
+        self._engine.has_load(load)
         self._clients.put(batches)
 
     def on_lost(self, loss: GroupLoss) -> None:
-        self._loss = loss
-        self._set_state(EngineState.RECOVERING, loss.reason)
+        self._engine.lost(loss)
 
     def on_crash(self, crash: CoreCrashedError) -> None:
-        self._crash = crash
-        self._changed.set()
-        self._clients.wake()
+        self._engine.crashed(crash)
         asyncio.get_running_loop().call_later(_CRASH_SECONDS, self._end_process)
-
-    def _set_state(self, state: EngineState, reason: str = "") -> None:
-        if self._info.state is not EngineState.FAILED:
-            self._info = msgspec.structs.replace(self._info, state=state, reason=reason)
-        self._tell()
-
-    @property
-    def _told_info(self) -> EngineInfo:
-        return self._info.while_draining(self._drain_reason)
-
-    def _tell(self) -> None:
-        self._changed.set()
-        self._clients.wake()
 
     async def _stop_awaiting(self) -> None:
         """A replica that died together with the last scheduler is not waited for."""
-        await self._until(lambda: self._joined_epoch >= 0)
+        await self._engine.until_first_joined()
         await asyncio.sleep(RESUME_SECONDS)
         self._clients.wait_no_longer()
 
@@ -398,7 +337,7 @@ class SchedulerActor:
             await asyncio.sleep(_TICK_SECONDS)
             for client_id in self._clients.lost(time.monotonic()):
                 await self.forget(client_id)
-            is_busy = bool(self._info.running_requests or self._info.waiting_requests)
+            is_busy = self._engine.is_busy
             if was_busy and not is_busy:
                 self._on_idle()
             was_busy = is_busy

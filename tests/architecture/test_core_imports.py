@@ -10,6 +10,7 @@ AROUND_THE_CORE = {
     "__main__",
     "actor",
     "clients",
+    "engine_record",
     "event_loop",
     "replay",
     "simulate",

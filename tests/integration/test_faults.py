@@ -227,7 +227,7 @@ def test_a_scheduler_that_stops_on_the_way_into_a_group(app: App, load: Load) ->
     "num_faults", [20, pytest.param(300, marks=[pytest.mark.full, pytest.mark.timeout(1800)])]
 )
 def test_faults_of_all_kinds(app: App, model: Path, full_load: Load, num_faults: int) -> None:
-    """One to three at a time, within a second: half of them kill a worker, the others the
+    """Two to four at a time, within seconds: half of them kill a worker, the others the
     scheduler, or a model fails."""
     rng = random.Random(num_faults)
     num_left = num_faults
@@ -236,7 +236,7 @@ def test_faults_of_all_kinds(app: App, model: Path, full_load: Load, num_faults:
         while num_left:
             epoch = app.status().info.epoch
             time.sleep(rng.random())
-            for _ in range(min(num_left, rng.randint(1, 3))):
+            for _ in range(min(num_left, rng.randint(2, 4))):
                 time.sleep(rng.random() / 2)
                 match rng.choice(("worker", "worker", "scheduler", "model")):
                     case "worker":

@@ -300,6 +300,11 @@ def test_case_30_what_clients_are_told_of_preemptions_is_what_is_counted(
     assert found.value("time_to_first_token_seconds_count") == len(bodies)
     assert found.value("request_preemptions_count") == len(bodies)
     assert found.value("request_preemptions_sum") == number
-    assert found.value("preemption_stall_seconds_count", cause="blocks") == number
+    # A preemption that strikes before the request has come to its next token extends the pause.
+    num_pauses = found.value("preemption_stall_seconds_count", cause="blocks")
+    assert len(told) <= num_pauses <= number
     stalled_seconds = sum(one["stalled_ms"] for one in told) / 1000
+    assert found.value("preemption_stall_seconds_sum", cause="blocks") == pytest.approx(
+        stalled_seconds, abs=1e-3
+    )
     assert found.value("e2e_request_latency_seconds_sum") > stalled_seconds
