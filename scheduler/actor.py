@@ -170,7 +170,7 @@ class SchedulerActor:
         await self._clients.all_resumed.wait()
         while self._engine.is_draining:
             num_open = await self._run(lambda core, now: len(core.requests))
-            if not num_open and self._clients.have_everything:
+            if not num_open and await self._all_is_told():
                 return
             await asyncio.sleep(_DRAIN_TICK_SECONDS)
 
@@ -180,14 +180,17 @@ class SchedulerActor:
         Returns when their clients have been told, or after a moment.
         """
         num_ended = 0
-        if self._loop is not None:
-            with contextlib.suppress(LoopOverError):
-                num_ended = await self._run(lambda core, now: core.end_all(reason, now))
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(LoopOverError, TimeoutError):
+            num_ended = await self._run(lambda core, now: core.end_all(reason, now))
             async with asyncio.timeout(_TELL_SECONDS):
-                while not self._clients.have_everything:
+                while not await self._all_is_told():
                     await asyncio.sleep(_DRAIN_TICK_SECONDS)
         return num_ended
+
+    async def _all_is_told(self) -> bool:
+        """Clients have got all that the core had to say."""
+        has_news = await self._run(lambda core, now: core.has_news)
+        return not has_news and self._clients.have_everything
 
     async def give_up(self, reason: str) -> None:
         """There will be no workers: end all requests, as `end_all` does, and take no others."""

@@ -151,6 +151,11 @@ class SchedulerCore:
         self._tombstones.forget_client(client_id)
         self._deltas.pop(client_id, None)
 
+    @property
+    def has_news(self) -> bool:
+        """There are deltas that nobody has taken."""
+        return bool(self._deltas)
+
     def take_batches(self) -> dict[str, TokenBatch]:
         """The deltas since the last call, one batch per client; each delta is given once."""
         taken, self._deltas = self._deltas, defaultdict(list)

@@ -177,7 +177,11 @@ class StepLoop:
             self._missing_ranks = set(range(size.num_ranks))
             self._deadline = self._new_deadline()
 
-        self.call(attach)
+        def close_refused(attached: "Future[None]") -> None:
+            if attached.exception() is not None:
+                link.close()
+
+        self.call(attach).add_done_callback(close_refused)
 
     def lose(
         self, epoch: int, reason: str, cause: InterruptionCause = InterruptionCause.WORKER_LOST
@@ -209,6 +213,7 @@ class StepLoop:
             self._link.close()
 
     def _round(self) -> None:
+        asked_seconds = time.monotonic()
         messages = self._link.receive(_TICK_SECONDS)
         arrived = time.perf_counter()
         result = None
@@ -231,7 +236,9 @@ class StepLoop:
                 )
             )
         self._report()
-        overdue_seconds = self._deadline.overdue_seconds(time.monotonic())
+        # What came before the link was asked has been taken by now, also where this process stood
+        # still meanwhile.
+        overdue_seconds = self._deadline.overdue_seconds(asked_seconds)
         if overdue_seconds is not None:
             raise GroupLostError(
                 f"the workers have not answered a step for {overdue_seconds:.0f} s"

@@ -357,5 +357,5 @@ def test_a_text_of_4_megabytes_may_be_json_or_a_table(http: httpx.Client) -> Non
     record = '{"name": "Lily", "age": 5, "likes": ["cats", "dogs"], "id": 12345678},\n'
     for line in (record, "1.5,2.5,3.5,4.5\n", "def f(x: int) -> dict: return {x: [x]}\n"):
         text = line * ((4 << 20) // len(line))
-        answer = http.post("/tokenize", json={"prompt": text})
+        answer = http.post("/tokenize", json={"prompt": text}, timeout=100)
         assert answer.status_code == 200, answer.text[:200]

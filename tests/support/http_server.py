@@ -53,7 +53,7 @@ class HttpServer:
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return token_ids
 
-    def wait_idle(self, timeout_seconds: float = 2.0) -> None:
+    def wait_idle(self, timeout_seconds: float = 10.0) -> None:
         """Returns when no request is alive anywhere; raises AssertionError if one stays."""
         deadline_seconds = time.monotonic() + timeout_seconds
         while (left := self.run(self._left)) and time.monotonic() < deadline_seconds:

@@ -88,9 +88,10 @@ def _fetch_validate(goal: Path) -> None:
 
 
 def _fetch_promtool(goal: Path) -> None:
-    download = ["apt-get", "download", "prometheus"]
+    apt = ["apt-get", "-qq", "-o", "Acquire::Retries=3"]
+    download = [*apt, "download", "prometheus"]
     if subprocess.run(download, cwd=goal.parent, capture_output=True, check=False).returncode:
-        subprocess.run(["apt-get", "-qq", "update"], capture_output=True, check=True)
+        subprocess.run([*apt, "update"], capture_output=True, check=True)
         subprocess.run(download, cwd=goal.parent, capture_output=True, check=True)
     (package,) = goal.parent.glob("prometheus_*.deb")
     files = subprocess.run(

