@@ -46,7 +46,8 @@ class SchedulerHandle:
     def start_if_missing(self, config: ResolvedConfig) -> None:
         if self.actor is not None:
             return
-        beside_me = NodeAffinitySchedulingStrategy(place_here().node_id, soft=True)
+        # A soft affinity would not do: without resources Ray takes it for none at all.
+        beside_me = NodeAffinitySchedulingStrategy(place_here().node_id, soft=False)
         options = ray.remote(SchedulerProcess).options(
             num_cpus=0,
             max_restarts=0,
@@ -73,6 +74,7 @@ class SchedulerHandle:
                 return str(lost.result().reason)
             return hang.result()
         except ray.exceptions.RayError as error:
+            self._note_crash(error)
             return f"the scheduler is lost: {sentence(error)}"
 
     async def first_hang(self) -> str:
@@ -109,12 +111,15 @@ class SchedulerHandle:
             why = "it does not answer"
         except ray.exceptions.RayError as error:
             why = sentence(error)
-            crash = getattr(error, "cause", None)
-            if isinstance(crash, CoreCrashedError):
-                self._crashes.note(self.id, crash)
+            self._note_crash(error)
         logger.warning("the scheduler is replaced: %s", why)
         self.kill()
         return None
+
+    def _note_crash(self, error: ray.exceptions.RayError) -> None:
+        crash = getattr(error, "cause", None)
+        if isinstance(crash, CoreCrashedError):
+            self._crashes.note(self.id, crash)
 
     def explain(self, reason: str) -> None:
         """Let clients know what the way to the next group is waiting for."""

@@ -317,7 +317,8 @@ def supervisor_of(app: str, *, lease_seconds: float = LEASE_SECONDS) -> Any:
             get_if_exists=True,
             lifetime="detached",
             num_cpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
+            # Not soft, which Ray takes for none at all where no resources are asked for.
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
             max_restarts=0,
             max_concurrency=10_000,
             enable_task_events=False,
@@ -328,11 +329,10 @@ def supervisor_of(app: str, *, lease_seconds: float = LEASE_SECONDS) -> Any:
 
 def existing_supervisors() -> dict[str, Any]:
     """The supervisors that there are, by application."""
-    names = [
-        entry["name"]
-        for entry in ray.util.list_named_actors(all_namespaces=True)
-        if entry["namespace"] == NAMESPACE and entry["name"].startswith(_NAME_PREFIX)
-    ]
-    return {
-        name.removeprefix(_NAME_PREFIX): ray.get_actor(name, namespace=NAMESPACE) for name in names
-    }
+    found = {}
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        name = entry["name"]
+        if entry["namespace"] == NAMESPACE and name.startswith(_NAME_PREFIX):
+            with contextlib.suppress(ValueError):  # it has gone meanwhile
+                found[name.removeprefix(_NAME_PREFIX)] = ray.get_actor(name, namespace=NAMESPACE)
+    return found

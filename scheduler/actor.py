@@ -170,7 +170,7 @@ class SchedulerActor:
         await self._clients.all_resumed.wait()
         while self._engine.is_draining:
             num_open = await self._run(lambda core, now: len(core.requests))
-            if not num_open and await self._all_is_told():
+            if not num_open and self._clients.are_all_here and await self._all_is_told():
                 return
             await asyncio.sleep(_DRAIN_TICK_SECONDS)
 

@@ -99,8 +99,13 @@ class Clients:
         self._check_awaited()
 
     def wait_no_longer(self) -> None:
-        self._awaited.clear()
-        self._check_awaited()
+        """With new requests. What the others have may still come, until they are lost."""
+        self.all_resumed.set()
+
+    @property
+    def are_all_here(self) -> bool:
+        """Whoever was awaited has resumed, or is gone."""
+        return not self._awaited
 
     def _check_awaited(self) -> None:
         if not self._awaited:

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 
-import psutil
 import pytest
 import ray
 
@@ -17,6 +16,7 @@ from configs import CacheConfig, Config
 from scheduler.crash import VERDICT
 from scheduler.messages import EngineState, FinishReason, SamplingParams
 from tests.support.engines import (
+    READY_SECONDS,
     client_of,
     fake_spec,
     generate,
@@ -25,6 +25,7 @@ from tests.support.engines import (
     status_of,
 )
 from tests.support.fake_rank import POISON
+from tests.support.faults import kill, pids_of
 
 SLOW = fake_spec("model.model=fake-20ms")
 
@@ -54,14 +55,14 @@ def test_one_configuration_has_one_engine_and_another_one_replaces_it(app: str) 
             other = fake_spec("cache.num_blocks=99")
             replacing = connect(app, other)
             try:
-                info = await replacing.wait_ready(0.5)
-                assert "finishing its requests" in info.reason
-                await asyncio.sleep(0.5)
+                async with asyncio.timeout(4):
+                    while "finishing its requests" not in replacing.info().reason:
+                        await asyncio.sleep(0.02)
                 with pytest.raises(EngineUnavailableError, match="new configuration"):
                     await client.submit([request_of(client, "late", [1], sampling)])
                 os.kill((await process_ids(app))["scheduler"], signal.SIGKILL)
                 await asyncio.gather(*going)  # and none of them was cut
-                info = await replacing.wait_ready(30)
+                info = await replacing.wait_ready(READY_SECONDS)
                 assert info.is_ready
                 assert (info.epoch, info.num_blocks) == (first_epoch + 2, 99)
                 assert (
@@ -84,13 +85,13 @@ def test_one_configuration_has_one_engine_and_another_one_replaces_it(app: str) 
 def test_a_death_is_a_preemption(app: str, victim: str) -> None:
     async def run() -> None:
         async with client_of(app, SLOW) as client:
-            sampling = SamplingParams(max_tokens=60, seed=3)
+            sampling = SamplingParams(max_tokens=200, seed=3)
             going = [
                 asyncio.create_task(generate_and_check(client, f"r{i}", [i], sampling))
                 for i in range(8)
             ]
-            await asyncio.sleep(0.5)
             pids = await process_ids(app)
+            await running(client, 8)
             os.kill(pids[victim], signal.SIGKILL)
             async with asyncio.timeout(5):
                 while client.info().state is not EngineState.RECOVERING:
@@ -139,10 +140,11 @@ def test_a_process_that_stops_on_its_way_into_a_group_is_replaced(app: str) -> N
 
     async def run() -> None:
         async with client_of(app, spec) as client:
-            sampling = SamplingParams(max_tokens=100, seed=3)
+            scheduler_pid = (await process_ids(app))["scheduler"]
+            sampling = SamplingParams(max_tokens=400, seed=3)
             going = asyncio.create_task(generate_and_check(client, "r", [1], sampling))
-            await asyncio.sleep(0.2)
-            os.kill((await process_ids(app))["scheduler"], signal.SIGKILL)
+            await running(client, 1)
+            os.kill(scheduler_pid, signal.SIGKILL)
             answer = await going
             assert answer.usage is not None
             assert answer.usage.interruptions is not None
@@ -179,9 +181,8 @@ def test_an_engine_whose_workers_keep_dying_is_given_up(app: str) -> None:
             )
             async with asyncio.timeout(60):
                 while client.info().state is not EngineState.FAILED:
-                    for process in psutil.Process().children(recursive=True):
-                        if process.name().startswith("ray::WorkerProc"):
-                            process.kill()
+                    for pid in pids_of("ray::WorkerProcess"):
+                        kill(pid)
                     await asyncio.sleep(0.05)
             answer = await going
             assert answer.finish is FinishReason.ERROR
@@ -194,6 +195,13 @@ def test_an_engine_whose_workers_keep_dying_is_given_up(app: str) -> None:
             await generate_and_check(client, "again", [1, 2], SamplingParams(4, seed=3))
 
     asyncio.run(run())
+
+
+async def running(client: EngineClient, num_requests: int) -> None:
+    """Returns when so many are in the middle of their answers."""
+    async with asyncio.timeout(10):
+        while client.info().running_requests < num_requests:
+            await asyncio.sleep(0.01)
 
 
 async def process_ids(app: str) -> dict[str, int]:
@@ -256,7 +264,7 @@ def test_what_keeps_an_engine_from_starting_is_told(
     async def run() -> None:
         client = connect(app, fake_spec(*overrides))
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(90):
                 while words not in client.info().reason:
                     await asyncio.sleep(0.05)
             assert client.info().state is state

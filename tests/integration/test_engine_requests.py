@@ -36,7 +36,9 @@ from tests.support.fake_model import MAX_POSITIONS, VOCABULARY
 
 NUM_BLOCKS = 24
 APP = "shared"
-SPEC = fake_spec(f"cache.num_blocks={NUM_BLOCKS}", "scheduler.policy=priority")
+SPEC = fake_spec(
+    "model.model=fake-2ms", f"cache.num_blocks={NUM_BLOCKS}", "scheduler.policy=priority"
+)
 
 
 @pytest.fixture(scope="module")

@@ -92,9 +92,11 @@ def test_kills_at_random_moments(app: App, full_load: Load) -> None:
     with full_load.running():
         for _ in range(4):
             epoch = app.status().info.epoch
-            for _ in range(2):
-                time.sleep(4 * rng.random())
-                kill_one(WORKER, rng)
+            time.sleep(4 * rng.random())
+            full_load.wait_busy()
+            kill_one(WORKER, rng)
+            time.sleep(4 * rng.random())
+            kill_one(WORKER, rng)
             wait_steady(app, epoch)
     assert full_load.causes["worker_lost"] >= NUM_STREAMS
     assert set(full_load.causes) == {"worker_lost"}
@@ -307,7 +309,7 @@ def test_what_ray_serve_loses(app: App, load: Load) -> None:
 def test_a_supervisor_that_dies_takes_the_engine_along_and_no_request(app: App, load: Load) -> None:
     pids = [*app.worker_pids(), app.scheduler_pid()]
     with load.running():
-        time.sleep(0.5)
+        load.wait_busy()
         old = asyncio.run(supervisor_pid(app.name))
         kill(old)
         wait_for_another_supervisor(app, old)

@@ -1,6 +1,6 @@
 """The line between a replica and its supervisor: what is said once must arrive, or be said again.
 
-No cluster is needed: the other side is a stand-in, or the supervisor itself outside of Ray.
+The other side is a stand-in, or the supervisor itself outside of Ray.
 """
 
 import asyncio
@@ -14,9 +14,12 @@ import ray
 import cluster.engine_calls
 import cluster.supervisor
 from cluster.engine_calls import RayEngineCalls
+from cluster.scheduler_handle import SchedulerHandle
 from cluster.shape import Shape, ShapeMemory
-from cluster.supervisor import Supervisor
+from cluster.supervisor import NAMESPACE, Supervisor, existing_supervisors
 from cluster.supervisor_view import EngineView, Place, ReplicaActor
+from scheduler.crash import CRASHES_OF_A_CULPRIT
+from scheduler.errors import CoreCrashedError
 from scheduler.messages import EngineInfo, EngineState
 from tests.support.engines import fake_spec
 from tests.support.hosted_engine import eventually, runs
@@ -61,6 +64,36 @@ async def test_a_replica_attaches_until_it_has_worked() -> None:
         await eventually(lambda: "look" in supervisor.calls)
         await calls.close()
     assert supervisor.calls == ["attach", "attach", "look"]
+
+
+class CrashedScheduler:
+    """Its core has failed over the request "bad"."""
+
+    def __init__(self) -> None:
+        self.place = Method(lambda: asyncio.Future())
+        self.wait_lost = Method(self._wait_lost)
+
+    async def _wait_lost(self, epoch: int) -> None:
+        crash = CoreCrashedError("the scheduler's core failed", ("bad",))
+        raise ray.exceptions.RayTaskError("wait_lost", "", crash).as_instanceof_cause()
+
+
+@runs
+async def test_a_crash_counts_also_where_the_process_has_ended_before_it_is_asked() -> None:
+    handle = SchedulerHandle()
+    for number in range(CRASHES_OF_A_CULPRIT):
+        handle.actor, handle.id = CrashedScheduler(), str(number)
+        assert not handle._crashes.culprits
+        assert "core failed" in await handle.wait_lost(1)
+    assert handle._crashes.culprits == {"bad"}
+
+
+def test_a_supervisor_that_is_gone_when_it_is_looked_up(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = {"name": cluster.supervisor._NAME_PREFIX + "gone", "namespace": NAMESPACE}
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda **_: [gone])
+    assert existing_supervisors() == {}
 
 
 class StubEngine:

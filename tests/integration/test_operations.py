@@ -39,7 +39,7 @@ ADMIN_KEY = "admin-51d0"
 REASON = "the server is being drained"
 # What the fake model says depends on the seed.
 LONG = {"prompt": [1, 2, 3], "seed": 1, "ignore_eos": True, "max_tokens": 1000}
-SHORT = {**LONG, "max_tokens": 150}
+SHORT = {**LONG, "max_tokens": 250}
 
 
 @pytest.fixture(scope="module")
@@ -274,10 +274,11 @@ def test_the_end_of_an_application_ends_its_streams_in_time(port: int, model: Pa
     with deployed("deleted", port, *settings, loader=FAKE_LOADER) as app:
 
         async def run(client: httpx.AsyncClient) -> Any:
-            body = {**LONG, "max_tokens": 20}
-            short = [asyncio.create_task(ended(client, body)) for _ in range(4)]
+            body = {**LONG, "max_tokens": 100}
             long = [asyncio.create_task(ended(client, LONG)) for _ in range(NUM_STREAMS)]
             await asyncio.to_thread(wait_running, app, NUM_STREAMS)
+            short = [asyncio.create_task(ended(client, body)) for _ in range(4)]
+            await asyncio.to_thread(wait_running, app, NUM_STREAMS + 4)
             await asyncio.to_thread(serve.delete, app.name)
             return await asyncio.gather(*short), await asyncio.gather(*long)
 

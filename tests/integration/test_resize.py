@@ -1,11 +1,9 @@
 """Another number of workers under requests that run: no answer is lost, and no text changes."""
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 
@@ -30,8 +28,8 @@ from tests.support.engines import (
     stop,
 )
 from tests.support.fake_model import MAX_POSITIONS, run_solo
-from tests.support.faults import kill, undisturbed
-from tests.support.serving import App, deployed
+from tests.support.faults import kill, pids_of, undisturbed
+from tests.support.serving import deployed
 from worker.pull import pull
 
 NUM_STREAMS = 16
@@ -120,11 +118,7 @@ class Holder:
 def new_pids(old: AppStatus) -> list[int]:
     """Of workers that have come up since."""
     before = {place.process_id for place in old.places}
-    return [
-        process.pid
-        for process in psutil.Process().children(recursive=True)
-        if process.name().startswith("ray::WorkerProc") and process.pid not in before
-    ]
+    return [pid for pid in pids_of("ray::WorkerProcess") if pid not in before]
 
 
 def test_what_is_decided_when_things_happen_at_once(app: str) -> None:
@@ -262,14 +256,6 @@ def the_jobs(max_tokens: int) -> list[Job]:
     return drawn
 
 
-def wait_running(app: App) -> None:
-    """Returns when most streams are in the middle of their answers."""
-    deadline = time.monotonic() + 60
-    while app.status().info.running_requests <= NUM_STREAMS // 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_real_model_over_http_and_a_shape_that_cannot_come_up(port: int, model: Path) -> None:
     """The memory granted to each rank holds a request of full length in two halves alone."""
     settings = (
@@ -283,7 +269,7 @@ def test_a_real_model_over_http_and_a_shape_that_cannot_come_up(port: int, model
         num_blocks = app.status().info.num_blocks
         load = undisturbed(app, the_jobs(12))
         with load.running():
-            wait_running(app)
+            load.wait_busy()
             done = palimpsest("scale", "--tp", "1", "--pp", "2", "--name", app.name)
             assert done.returncode == 0, done.stderr
             assert f"{app.name} runs as TP 1 x PP 2 now, with" in done.stderr
@@ -298,7 +284,6 @@ def test_a_real_model_over_http_and_a_shape_that_cannot_come_up(port: int, model
             assert done.stderr.endswith("TP 1 x PP 2 was restored.\n")
             assert app.status().shape == Shape(1, 2)
             load.wait_for_answers()
-        assert load.causes["resize"]
         assert not load.causes["worker_lost"]
         app.wait_idle()
 
@@ -317,10 +302,10 @@ def test_smollm2_over_http(port: int) -> None:
         sizes = []
         with load.running():
             for tp, pp in ((3, 1), (1, 1), (1, 2)):
-                wait_running(app)
+                load.wait_busy()
                 assert asyncio.run(resize(app.name, tp, pp)) == Shape(tp, pp)
                 sizes.append(app.status().info.num_blocks)
-            wait_running(app)
+            load.wait_busy()
         assert load.causes["resize"] >= 3
         assert not load.causes["worker_lost"]
         # A third of the heads, all of the model, half of the layers, in the same memory.
@@ -343,7 +328,7 @@ def test_workers_that_are_not_up_in_time(port: int, model: Path) -> None:
         load = undisturbed(app, the_jobs(12))
         asked = faulty_rank.ask(model, 1, "stall")
         with load.running():
-            wait_running(app)
+            load.wait_busy()
             with pytest.raises(ResizeError, match=r"not ready after 45 s.*TP 1 x PP 1 was rest"):
                 asyncio.run(resize(app.name, 2))
             assert not asked.exists()

@@ -117,7 +117,7 @@ def test_a_client_that_leaves_frees_its_blocks(apps: tuple[App, App], stream: bo
         await asyncio.gather(*asking, return_exceptions=True)
 
     with_client(tight.url, leave)
-    tight.wait_idle(timeout_seconds=2)
+    tight.wait_idle()
 
 
 def test_every_request_is_counted_once(apps: tuple[App, App]) -> None:

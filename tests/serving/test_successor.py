@@ -155,6 +155,21 @@ async def test_a_new_request_waits_until_known_replicas_have_resumed() -> None:
             assert isinstance(await it.client.submit([it.request("a")]), Accepted)
 
 
+@runs
+async def test_a_drain_waits_for_what_a_known_replica_may_still_bring() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler.actor, "RESUME_SECONDS", 0.05)
+        async with engine(awaited=("elsewhere",)) as it:
+            await it.client.submit([it.request("a")])
+            assert await read(it.client, "a") == (EXPECTED, FinishReason.LENGTH)
+            await it.actor.set_drain("it is drained")
+            draining = asyncio.create_task(it.actor.wait_drained())
+            await asyncio.sleep(0.2)
+            assert not draining.done()
+            await it.actor.resume("elsewhere", encode(SubmitRequests(())))
+            await asyncio.wait_for(draining, 10)
+
+
 # -- one request, and a scheduler that dies at every point of its life -------------------------
 
 Point: TypeAlias = Literal["submit", "mailbox", "admission", "token", "last token", "end"]

@@ -61,6 +61,13 @@ class Load:
             assert time.monotonic() < deadline, "nothing is answered any more"
             time.sleep(0.05)
 
+    def wait_busy(self) -> None:
+        """Returns when most jobs are in the middle of their answers; it must be running."""
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while self.app.status().info.running_requests <= len(self.jobs) // 2:
+            assert time.monotonic() < deadline, "nothing runs any more"
+            time.sleep(_TICK_SECONDS)
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """In a thread, for as long as the body takes, and then to the end of the round. Raises

@@ -93,7 +93,7 @@ def lose_one(app: Any, nodes: Nodes, how: How) -> Seen:
     lack: dict[str, Any] = {}
     num_told_before = num_told()
     with load.running():
-        time.sleep(1)
+        load.wait_busy()
         killed_seconds = time.time()
         nodes.kill(victim)
         known_seconds = wait_until(lambda: victim not in alive_hosts())

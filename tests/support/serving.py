@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -29,11 +30,20 @@ ORIGIN = "https://friend.example"
 """Of a web page that may ask."""
 
 
+_PORTS = range(30_000, 32_768)
+"""Below those that the kernel gives to whoever takes any, as Ray's many processes do."""
+_ports_given: set[int] = set()
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that stays free until it is used, which may be a minute later."""
+    while True:
+        port = random.SystemRandom().choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            if port not in _ports_given:
+                _ports_given.add(port)
+                return port
 
 
 @dataclass(slots=True)
@@ -99,7 +109,11 @@ class App:
 
     def _left(self) -> dict[str, int]:
         counters = self.counters()
-        counts = {"open requests": counters.open_requests, "held blocks": counters.held_blocks}
+        counts = {
+            "open requests": counters.open_requests,
+            "held blocks": counters.held_blocks,
+            "steps in flight": counters.steps_in_flight,
+        }
         return {what: count for what, count in counts.items() if count}
 
 
