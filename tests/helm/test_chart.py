@@ -93,7 +93,7 @@ def test_kuberay_knows_every_field(rendered: Render, case: str, definition: dict
         "auth.ray.mode=disabled",
         "upgrade.strategy=None,upgrade.startTimeout=",
         "http.replicas=3,workers.spreadOver=",
-        "podDisruptionBudgets.maxUnavailable.workers=50%",
+        "podDisruptionBudgets.maxUnavailable.workers=2",
         "serviceAccount.create=false",
     ],
 )

@@ -36,16 +36,17 @@ class Method:
 
 
 class DeafSupervisor:
-    """Is out of reach for a moment when it is called for the first time."""
+    """Cannot be reached when it is called for the first time."""
 
-    def __init__(self) -> None:
+    def __init__(self, why: Exception) -> None:
         self.calls: list[str] = []
+        self._why = why
         self.attach, self.look = Method(self._attach), Method(self._look)
 
     async def _attach(self, *_: object) -> EngineView:
         self.calls.append("attach")
         if len(self.calls) == 1:
-            raise ray.exceptions.ActorUnavailableError("for a moment", b"\0" * 16)
+            raise self._why
         return EngineView(1, SPEC.fingerprint, EngineInfo(EngineState.STARTING), None, "")
 
     async def _look(self, *_: object) -> EngineView:
@@ -53,16 +54,28 @@ class DeafSupervisor:
         return await asyncio.Future()
 
 
-@runs
-async def test_a_replica_attaches_until_it_has_worked() -> None:
-    supervisor = DeafSupervisor()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster.engine_calls, "supervisor_of", lambda app: supervisor)
-        patch.setattr(cluster.engine_calls, "_this_actor", lambda: REPLICA)
+@pytest.mark.parametrize(
+    "why",
+    [
+        ray.exceptions.ActorUnavailableError("for a moment", b"\0" * 16),
+        ray.exceptions.ActorDiedError(),
+        ray.exceptions.ActorUnschedulableError("its machine has died"),
+    ],
+)
+def test_a_replica_attaches_until_it_has_worked(
+    why: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = DeafSupervisor(why)
+    monkeypatch.setattr(cluster.engine_calls, "supervisor_of", lambda app: supervisor)
+    monkeypatch.setattr(cluster.engine_calls, "_this_actor", lambda: REPLICA)
+
+    async def run() -> None:
         calls = RayEngineCalls("app", SPEC)
         calls.start("ingress-1")
         await eventually(lambda: "look" in supervisor.calls)
         await calls.close()
+
+    asyncio.run(run())
     assert supervisor.calls == ["attach", "attach", "look"]
 
 

@@ -106,12 +106,19 @@ def selectors_find_their_pods(chart: Rendered) -> None:
 
 @check
 def disruption_budgets_are_the_ones_asked_for(chart: Rendered) -> None:
-    wanted = chart.values["podDisruptionBudgets"]["maxUnavailable"]
+    """As numbers of pods that stay: KubeRay's have no owner that says how many there should be."""
+    may_go = chart.values["podDisruptionBudgets"]["maxUnavailable"]
+    num_pods = {"head": 1, "workers": chart.workers["replicas"]}
+    least = {group: max(0, num_pods[group] - may_go[group]) for group in num_pods}
     budgets = {
-        budget["metadata"]["name"].rpartition("-")[2]: budget["spec"]["maxUnavailable"]
+        budget["metadata"]["name"].rpartition("-")[2]: budget["spec"]
         for budget in chart.of_kind("PodDisruptionBudget")
     }
-    assert budgets == {"head": wanted["head"], "worker": wanted["workers"]}
+    assert {name: spec["minAvailable"] for name, spec in budgets.items()} == {
+        "head": least["head"],
+        "worker": least["workers"],
+    }
+    assert not any("maxUnavailable" in spec for spec in budgets.values())
 
 
 @check
