@@ -8,14 +8,15 @@ _MAX_PAUSE_SECONDS = 10.0
 
 
 class DeathLog:
-    """The deaths of one engine since a step last succeeded. Times are in seconds."""
+    """The deaths of one engine since it last got on. Times are in seconds."""
 
     def __init__(self) -> None:
         self._deaths: deque[float] = deque()
 
-    def died(self, now: float, *, after_a_step: bool) -> None:
-        """A group was lost, or could not be formed. `after_a_step`: it had finished one."""
-        if after_a_step:
+    def died(self, now: float, *, after_progress: bool) -> None:
+        """A group was lost, or could not be formed. `after_progress`: it had finished a step, or
+        this death has proved which request kills the workers."""
+        if after_progress:
             self._deaths.clear()
         self._deaths.append(now)
         while self._deaths[0] < now - WINDOW_SECONDS:

@@ -46,16 +46,19 @@ class Engine:
         next_epoch: Callable[[], int],
         replicas: Callable[[], Collection[str]],
         report: Callable[[], None],
+        is_awaited: Callable[[], bool],
         shape: Shape | None = None,
     ) -> None:
         """`next_epoch` hands out epochs, `replicas` tells the ids of the ingress replicas there
-        are, `report` is called whenever `info` or `scheduler` has changed. `shape`: None for the
-        one in `spec`."""
+        are, `report` is called whenever `info` or `scheduler` has changed. `is_awaited`: replicas
+        may have requests that an engine before this one has accepted. `shape`: None for the one
+        in `spec`."""
         self.spec = spec
         self._config = with_hash_seed(spec.config)
         self._next_epoch = next_epoch
         self._replicas = replicas
         self._report = report
+        self._is_awaited = is_awaited
         self._own_info = EngineInfo(EngineState.STARTING, "the engine is being started")
         """Whether or not it is being drained."""
         self.recoveries: deque[Recovery] = deque(maxlen=_NUM_RECOVERIES)
@@ -125,12 +128,16 @@ class Engine:
 
     async def _wait_drained(self) -> None:
         """Over all the schedulers that there may be meanwhile."""
-        while self.info.state is EngineState.DRAINING:
+        while self.info.state is EngineState.DRAINING or self._is_starting_for_somebody:
             with contextlib.suppress(ray.exceptions.RayError):
                 if self.scheduler is not None:
                     await self.scheduler.wait_drained.remote()
                     return
             await asyncio.sleep(_DRAIN_TICK_SECONDS)  # another one is on its way
+
+    @property
+    def _is_starting_for_somebody(self) -> bool:
+        return self.info.state is EngineState.STARTING and self._is_awaited()
 
     async def close(self, reason: str) -> None:
         """End what is left of requests with `reason`, then every process, and give the resources
@@ -204,7 +211,12 @@ class Engine:
     async def _live(self) -> None:
         """Start, and mend what is lost, for as long as that makes sense."""
         self._device = choose_device(self.spec.config.parallel)
-        await self._form(self.shape, waits=False)
+        try:
+            await self._form(self.shape, waits=self._is_awaited())
+        except Exception as error:
+            if not self._is_awaited():
+                raise
+            await self._recover(start_failure(error, self._start_seconds))
         while True:
             await self._recover(await self._first_loss())
 
@@ -220,14 +232,17 @@ class Engine:
             is_resize = shape != self.shape
             self._set_info(EngineState.RECOVERING, reason)
             cause = InterruptionCause.RESIZE if is_resize else InterruptionCause.WORKER_LOST
+            has_begun = self._scheduler.begun_epoch == self._epoch
             loss = await self._scheduler.lose(self._epoch, reason, cause)
             num_steps = await self._leave(shape)
+            # Ranks that never came to this epoch tell of the one before.
+            has_progress = has_begun and num_steps > 0
             if loss is not None:
                 noticed_seconds = min(noticed_seconds, loss.lost_seconds)
-                num_steps = loss.num_steps
+                has_progress = loss.num_steps > 0 or loss.found_culprit
             left_seconds = time.time()
             if is_death:
-                await self._mourn(reason, num_steps)
+                await self._mourn(reason, has_progress=has_progress)
             try:
                 formed = await self._form_unless_resized(shape)
             except Exception as error:
@@ -257,7 +272,7 @@ class Engine:
     async def _leave(self, shape: Shape) -> int:
         """Let all ranks leave their group, and end them unless the next one has the same `shape`.
 
-        How many steps of the epoch a rank has done.
+        How many steps a rank has done in the epoch that it joined last.
         """
         if self._workers is None:
             return 0
@@ -267,9 +282,9 @@ class Engine:
             self._workers = None
         return num_steps
 
-    async def _mourn(self, reason: str, num_steps: int) -> None:
-        """Count a death, after so many steps. Raises EngineStartError if it was one too many."""
-        self._deaths.died(time.monotonic(), after_a_step=num_steps > 0)
+    async def _mourn(self, reason: str, *, has_progress: bool) -> None:
+        """Count a death. Raises EngineStartError if it was one too many."""
+        self._deaths.died(time.monotonic(), after_progress=has_progress)
         if self._deaths.is_hopeless:
             raise EngineStartError(
                 f"given up after {MAX_DEATHS} deaths in {WINDOW_SECONDS / 60:.0f} minutes "

@@ -132,14 +132,19 @@ class RayEngineCalls:
             try:
                 if supervisor is None:
                     found = await asyncio.to_thread(supervisor_of, self._app)
-                    call = found.attach.remote(self._client_id, self._spec, _this_actor())
+                    call = found.attach.remote(
+                        self._client_id,
+                        self._spec,
+                        _this_actor(),
+                        has_been_served=bool(self._scheduler_id),
+                    )
                     self._take(await call)
                     supervisor = found
                 version = self._view.version if self._view is not None else -1
                 self._take(await supervisor.look.remote(self._client_id, version))
             except ray.exceptions.ActorUnavailableError:
                 await asyncio.sleep(_PAUSE_SECONDS)
-            except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError):
+            except ray.exceptions.RayActorError:
                 logger.warning("the supervisor of %s is gone; asking for a new one", self._app)
                 supervisor = None
                 await asyncio.sleep(_PAUSE_SECONDS)

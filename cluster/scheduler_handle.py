@@ -36,7 +36,8 @@ class SchedulerHandle:
         """Another one for each process."""
         self.has_begun = False
         """It has a core, so requests may go there."""
-        self._begun_epoch = -1
+        self.begun_epoch = -1
+        """The last one that it was told to go on under."""
         self._crashes = CrashLog()
 
     @property
@@ -57,11 +58,11 @@ class SchedulerHandle:
             enable_task_events=False,
         )
         self.actor, self.id = options.remote(config), uuid.uuid4().hex
-        self.has_begun, self._begun_epoch = False, -1
+        self.has_begun, self.begun_epoch = False, -1
 
     async def begin(self, epoch: int, size: GroupSize, replicas: Collection[str]) -> None:
         """See `SchedulerActor.begin`."""
-        self._begun_epoch = epoch
+        self.begun_epoch = epoch
         await self.actor.begin.remote(epoch, size, tuple(replicas), self._crashes.culprits)
         self.has_begun = True
 
@@ -103,7 +104,7 @@ class SchedulerHandle:
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
                 await self.actor.ping.remote()
-                if self._begun_epoch != epoch:
+                if self.begun_epoch != epoch:
                     return None
                 loss: GroupLoss = await self.actor.lose.remote(epoch, reason, cause)
                 return loss

@@ -54,22 +54,31 @@ class Supervisor:
         """Of what each client wants."""
         self._replica_actors: dict[str, ReplicaActor] = {}
         """Of the clients that are actors."""
+        self._is_successor = False
+        """Replicas knew an engine before this actor had any, which may have accepted requests."""
         self._num_looking = 0
         self._stopping = asyncio.Lock()
         self._lease: asyncio.Task[None] | None = None
 
     async def attach(
-        self, client_id: str, spec: EngineSpec, replica: ReplicaActor | None = None
+        self,
+        client_id: str,
+        spec: EngineSpec,
+        replica: ReplicaActor | None = None,
+        *,
+        has_been_served: bool = False,
     ) -> EngineView:
         """See to it that an engine for `spec` runs, or will, and take part in the lease.
 
-        `replica`: the client is this actor, whose death is its own.
+        `replica`: the client is this actor, whose death is its own. `has_been_served`: by an
+        engine under another supervisor, and it may have requests that go on here.
 
         One for the same configuration is used as it is, unless it has failed. One for another
         is drained and replaced if `spec` was deployed later; otherwise nothing happens, and the
         view has another fingerprint.
         """
         self._see(client_id)
+        self._is_successor |= has_been_served
         self._fingerprints[client_id] = spec.fingerprint
         if replica is not None:
             self._replica_actors[client_id] = replica
@@ -166,8 +175,9 @@ class Supervisor:
         return num_ended
 
     async def undrain(self) -> None:
-        """Take requests again."""
-        if self._engine is not None:
+        """Take requests again. While another configuration takes the place of this one, it is too
+        late for that."""
+        if self._engine is not None and not self._is_replacing:
             await self._engine.undrain()
 
     async def stop(self, reason: str) -> None:
@@ -242,14 +252,19 @@ class Supervisor:
         if old is not None:
             await old.drain(reason, old.spec.config.server.drain_seconds)
             await old.close(reason)
-            self._engine = None
-        assert self._spec is not None, "replace sets it"
-        shape = await asyncio.to_thread(self._shapes.recall, self._spec)
+            self._engine, self._is_successor = None, False
+        while True:
+            spec = self._spec
+            assert spec is not None, "replace sets it"
+            shape = await asyncio.to_thread(self._shapes.recall, spec)
+            if spec is self._spec:
+                break
         self._engine = Engine(
-            self._spec,
+            spec,
             next_epoch=lambda: next(self._epochs),
             replicas=self._replicas,
             report=self._change,
+            is_awaited=lambda: self._is_successor,
             shape=shape,
         )
         self._engine.start()

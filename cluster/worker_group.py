@@ -53,8 +53,8 @@ _ERRORS_OF_AN_EPOCH = (GroupBrokenError, MirrorDriftError, ProtocolError, LinkEr
 class _Worker:
     handle: Any
     calls: list[asyncio.Future[Any]] = field(default_factory=list)
-    """Of the epoch, on the device's thread: `join` and `run`. The latter ends with the epoch or
-    with the process, so waiting for it is the death notice."""
+    """Of the epoch, on the device's thread: `join` and `run`, and a `load` that failed. `run` ends
+    with the epoch or with the process, so waiting for it is the death notice."""
     place: Place | None = None
     """Once it has told."""
 
@@ -125,6 +125,9 @@ class WorkerGroup:
                 await load
                 report(f"{loading}, {num_ready} of them are ready")
         finally:
+            for rank, load in zip(sorted(self._workers), loads, strict=True):
+                if load.done() and load.exception() is not None:
+                    self._workers[rank].calls.append(load)  # which is why it is not kept
             await _settled(loads)
 
     async def join(

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import TypeAlias
 
-from configs import ResolvedSchedulerConfig
+from configs import ConfigError, ResolvedSchedulerConfig
 from scheduler.messages import (
     TOKEN_BYTES,
     BadRequest,
@@ -29,6 +29,13 @@ class AdmissionRules:
     """The rules of one configuration. Holds no state."""
 
     def __init__(self, config: ResolvedSchedulerConfig, max_model_len: int) -> None:
+        """Raises ConfigError where a request that fits could wait for ever."""
+        if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+            raise ConfigError(
+                f"scheduler.max_num_batched_tokens is {config.max_num_batched_tokens}, and"
+                f" without chunked prefill it must be at least the context length {max_model_len}:"
+                " a preempted request could never get in again"
+            )
         self._config = config
         self._max_model_len = max_model_len
 

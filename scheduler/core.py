@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
-from configs import ConfigError, ResolvedCacheConfig, ResolvedSchedulerConfig
+from configs import ResolvedCacheConfig, ResolvedSchedulerConfig
 from scheduler.accounting import Accounting
 from scheduler.admission import NAMES_OF_REFUSALS, AdmissionRules
 from scheduler.block_pool import AllBlocksCleared, CacheEvent
@@ -65,14 +65,6 @@ class SchedulerCore:
 
         Who sets `record_cache_events`, to mirror the prefix map, empties `take_cache_events`.
         """
-        if not scheduler.enable_chunked_prefill and (
-            scheduler.max_num_batched_tokens < max_model_len
-        ):
-            raise ConfigError(
-                f"scheduler.max_num_batched_tokens is {scheduler.max_num_batched_tokens}, and"
-                f" without chunked prefill it must be at least the context length {max_model_len}:"
-                " a preempted request could never get in again"
-            )
         self._admission = AdmissionRules(scheduler, max_model_len)
         self.max_num_batched_tokens = scheduler.max_num_batched_tokens
         self._cache_events: list[CacheEvent] | None = [] if record_cache_events else None
@@ -203,11 +195,12 @@ class SchedulerCore:
         *,
         num_blocks: int | None = None,
         cause: InterruptionCause = InterruptionCause.WORKER_LOST,
-    ) -> None:
+    ) -> bool:
         """Begin a new epoch with an empty pool, of `num_blocks` if that changes.
 
         All that ran goes to the front of the queue in its running order; what can no longer
-        fit ends here.
+        fit ends here, and so does a request that is proved to kill the workers; whether there
+        was one.
         """
         old = self.group
         culprit = None
@@ -224,6 +217,7 @@ class SchedulerCore:
         self.begin_epoch(old.epoch + 1, num_blocks or old.pool.num_blocks, now)
         if culprit is not None and culprit.status is Status.WAITING:
             self._finish(culprit, FinishReason.ERROR, now, error=VERDICT)
+        return culprit is not None
 
     def begin_epoch(
         self, epoch: int, num_blocks: int, now: float, pipeline: Pipeline | None = None

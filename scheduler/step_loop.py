@@ -90,6 +90,8 @@ class GroupLoss:
     """Steps of the epoch that were answered."""
     lost_seconds: float
     """By the clock of the machine."""
+    found_culprit: bool
+    """It proves which request kills the workers, and that has ended."""
 
 
 class Listener(Protocol):
@@ -315,13 +317,13 @@ class StepLoop:
         if not self._has_group:
             return
         core, link = self._core, self._link
-        loss = GroupLoss(
-            core.group.epoch, reason, core.group.window.next_result_id, lost_seconds=time.time()
-        )
+        epoch, num_steps = core.group.epoch, core.group.window.next_result_id
         is_fault = cause is InterruptionCause.WORKER_LOST
         level = logging.ERROR if is_fault else logging.INFO
-        logger.log(level, "the worker group of epoch %d is given up: %s", loss.epoch, reason)
-        core.lose_group(time.monotonic(), cause=cause)
+        logger.log(level, "the worker group of epoch %d is given up: %s", epoch, reason)
+        lost_seconds = time.time()
+        found_culprit = core.lose_group(time.monotonic(), cause=cause)
+        loss = GroupLoss(epoch, reason, num_steps, lost_seconds, found_culprit)
         self._link, self._has_group = _NoLink(), False
         self._deadline = self._new_deadline()
         self._report()

@@ -19,13 +19,13 @@ from configs import ResolvedConfig
 from configs.ranks import RankPlace, place_of_rank, world_size
 from scheduler.messages import StepPlan, StepResult
 from worker.attention.select import select_attention
-from worker.comm import Group, SoloTensorGroup, TensorGroup
+from worker.comm import Group
 from worker.device import MemoryGrant, grant_on_cpu, grant_on_gpu, open_device, use_threads
 from worker.distributed import ControlGroup, GroupJoin, Meeting
 from worker.errors import DeviceError, WorkerError
 from worker.executor import Executor, Shard
 from worker.kv_cache import CacheSize, KVCache, block_bytes, cache_dtype
-from worker.models.base import Decoder
+from worker.models.base import Communicator, Decoder, Solo
 from worker.models.registry import load_decoder
 
 logger = logging.getLogger(__name__)
@@ -49,12 +49,17 @@ class TensorSeat:
     """The tensor-parallel group of the current epoch, as one object that outlives epochs.
 
     A decoder is built once and keeps its communicator; this one can be given another group.
+    Between epochs it is apart from its peers, and nothing that a decoder does waits for them.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self.group: TensorGroup = SoloTensorGroup()
+        self._apart = Solo(rank, size)
+        self.group: Communicator = self._apart
+
+    def leave(self) -> None:
+        self.group = self._apart
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(x)
@@ -114,12 +119,14 @@ class Rank:
             joining = GroupJoin(meeting, self._config.parallel, self._place)
             group, control = joining.join(self._device)
         self._group = group
-        self._seat.group = group.tensor
+        # nccl connects at its first call, and what it then holds is not there for the cache.
+        group.tensor.all_reduce(torch.zeros(1, device=self._device))
         spec, cache = decoder.spec, self._config.cache
         dtype = cache_dtype(cache.kv_cache_dtype, spec.dtype)
         bytes_per_block = block_bytes(spec, cache.block_size, dtype)
         max_model_len = self._config.model.max_model_len or spec.max_position
         if self._shard is None:
+            # Only newcomers profile: the seat is still apart, for the others would not answer.
             size, source = self._cache_size(bytes_per_block)
             size = CacheSize(control.minimum(size.num_blocks), cache.block_size)
             # An explicit number is a choice: longer requests will end where the pool ends.
@@ -140,6 +147,7 @@ class Rank:
         else:
             # What a newcomer can hold may be less; this rank's memory stays as it is.
             num_blocks = control.minimum(self._shard.cache.size.num_blocks)
+        self._seat.group = group.tensor
         self._executor = Executor(self._shard, group, epoch=epoch, num_blocks=num_blocks)
         return RankReport(
             rank=self._rank,
@@ -170,6 +178,7 @@ class Rank:
     def leave(self) -> None:
         """Give up the current group, if any. Weights and cache stay."""
         self._executor = None
+        self._seat.leave()
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -198,13 +207,15 @@ class Rank:
         return grant_on_gpu(self._device, cache.gpu_memory_utilization, self._profile())
 
     def _profile(self) -> int:
-        """The most bytes that torch holds in the largest step there can be, weights included.
+        """The most bytes that torch holds in the largest step there can be, weights included."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._largest_step()
+        return int(torch.cuda.max_memory_allocated(self._device))
 
-        All tensor-parallel ranks and stages run it alike, each stage by itself.
-        """
+    def _largest_step(self) -> None:
+        """Go through the largest step there can be, without peers, neighbours and attention."""
         decoder, scheduler = self._loaded(), self._config.scheduler
         spec = decoder.spec
-        torch.cuda.reset_peak_memory_stats(self._device)
         num_tokens = min(scheduler.max_num_batched_tokens, spec.max_position)
         position_ids_t = torch.arange(num_tokens, device=self._device)
         with torch.inference_mode():
@@ -217,7 +228,6 @@ class Rank:
             if spec.is_last_stage:
                 logits_sV = decoder.logits(hidden_tE[: scheduler.max_num_seqs])
                 logits_sV.exp().cumsum(dim=-1, dtype=torch.float64)  # as the sampler does
-        return int(torch.cuda.max_memory_allocated(self._device))
 
 
 def _no_attention(

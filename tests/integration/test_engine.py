@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import ray
@@ -60,6 +61,7 @@ def test_one_configuration_has_one_engine_and_another_one_replaces_it(app: str) 
                         await asyncio.sleep(0.02)
                 with pytest.raises(EngineUnavailableError, match="new configuration"):
                     await client.submit([request_of(client, "late", [1], sampling)])
+                await existing_supervisors()[app].undrain.remote()  # too late for that
                 os.kill((await process_ids(app))["scheduler"], signal.SIGKILL)
                 await asyncio.gather(*going)  # and none of them was cut
                 info = await replacing.wait_ready(READY_SECONDS)
@@ -112,24 +114,29 @@ def test_a_death_is_a_preemption(app: str, victim: str) -> None:
     asyncio.run(run())
 
 
-async def error_of_a_culprit(client: EngineClient) -> str:
-    """What ended a request that the fake model takes amiss; four others beside it got through."""
+async def errors_of_culprits(client: EngineClient, num_culprits: int = 1) -> set[str]:
+    """What ended requests that the fake model takes amiss; four others beside them got through."""
     sampling = SamplingParams(max_tokens=400, seed=3)
+    bad = [
+        generate(client, request_of(client, f"bad{i}", [POISON, i], sampling))
+        for i in range(num_culprits)
+    ]
     others = [generate_and_check(client, f"r{i}", [i], sampling) for i in range(4)]
-    bad = request_of(client, "bad", [POISON, 1], sampling)
-    culprit, *_ = await asyncio.gather(generate(client, bad), *others)
-    assert culprit.finish is FinishReason.ERROR
-    assert culprit.error is not None
-    return culprit.error
+    answers = await asyncio.gather(*bad, *others)
+    culprits = answers[:num_culprits]
+    assert {culprit.finish for culprit in culprits} == {FinishReason.ERROR}
+    return {str(culprit.error) for culprit in culprits}
 
 
-def test_a_request_that_kills_the_workers_fails_and_no_other(app: str) -> None:
+def test_requests_that_kill_the_workers_fail_and_no_others(app: str) -> None:
+    """Each takes two deaths beside others, and two alone; the first two they may share."""
     spec = fake_spec("model.model=fake-5ms-poison")
 
     async def run() -> None:
         async with client_of(app, spec) as client:
-            assert "died again and again" in await error_of_a_culprit(client)
-            assert (await status_of(app)).num_recoveries == 4
+            (error,) = await errors_of_culprits(client, 2)
+            assert "died again and again" in error
+            assert 6 <= (await status_of(app)).num_recoveries <= 8
             await generate_and_check(client, "after", [1], SamplingParams(3, seed=1))
 
     asyncio.run(run())
@@ -160,7 +167,7 @@ def test_a_request_that_the_scheduler_fails_over_fails_and_no_other(app: str) ->
     async def run() -> None:
         async with client_of(app, spec) as client:
             pids = await process_ids(app)
-            assert await error_of_a_culprit(client) == VERDICT
+            assert await errors_of_culprits(client) == {VERDICT}
             status = await status_of(app)
             assert status.num_recoveries == 2
             assert {recovery.replaced for recovery in status.recoveries} == {("scheduler",)}
@@ -193,6 +200,29 @@ def test_an_engine_whose_workers_keep_dying_is_given_up(app: str) -> None:
         # Who comes now gets a new engine.
         async with client_of(app, SLOW) as client:
             await generate_and_check(client, "again", [1, 2], SamplingParams(4, seed=3))
+
+    asyncio.run(run())
+
+
+@pytest.mark.full
+def test_an_engine_with_a_rank_that_cannot_be_loaded_again_is_given_up(
+    app: str, tmp_path: Path
+) -> None:
+    """Also where the others live, and remember steps of better days."""
+    model = tmp_path / "fake-5ms-once"
+    model.mkdir()
+    spec = fake_spec(f"model.model={model}", "parallel.tensor_parallel_size=2")
+
+    async def run() -> None:
+        async with client_of(app, spec) as client:
+            request = request_of(client, "r", [1], SamplingParams(900, seed=3))
+            going = asyncio.create_task(generate(client, request))
+            await running(client, 1)
+            status = await status_of(app)
+            kill(status.places[1].process_id)
+            answer = await asyncio.wait_for(going, 60)
+            assert "given up after 5 deaths" in str(answer.error)
+            assert client.info().state is EngineState.FAILED
 
     asyncio.run(run())
 

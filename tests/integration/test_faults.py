@@ -307,11 +307,15 @@ def test_what_ray_serve_loses(app: App, load: Load) -> None:
 
 
 def test_a_supervisor_that_dies_takes_the_engine_along_and_no_request(app: App, load: Load) -> None:
+    """Also where a process of the next engine dies before that is ready."""
     pids = [*app.worker_pids(), app.scheduler_pid()]
     with load.running():
         load.wait_busy()
         old = asyncio.run(supervisor_pid(app.name))
         kill(old)
+        while not (starting := set(pids_of(WORKER)) - set(pids)):
+            time.sleep(0.01)
+        kill(starting.pop())
         wait_for_another_supervisor(app, old)
         load.wait_for_answers()
     assert load.causes["scheduler_lost"]

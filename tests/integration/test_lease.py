@@ -13,6 +13,7 @@ import ray
 
 import cluster.engine_calls
 import cluster.supervisor
+from cluster.engine import Engine
 from cluster.engine_calls import RayEngineCalls
 from cluster.scheduler_handle import SchedulerHandle
 from cluster.shape import Shape, ShapeMemory
@@ -43,7 +44,7 @@ class DeafSupervisor:
         self._why = why
         self.attach, self.look = Method(self._attach), Method(self._look)
 
-    async def _attach(self, *_: object) -> EngineView:
+    async def _attach(self, *_: object, **__: object) -> EngineView:
         self.calls.append("attach")
         if len(self.calls) == 1:
             raise self._why
@@ -107,6 +108,24 @@ def test_a_supervisor_that_is_gone_when_it_is_looked_up(
     gone = {"name": cluster.supervisor._NAME_PREFIX + "gone", "namespace": NAMESPACE}
     monkeypatch.setattr(ray.util, "list_named_actors", lambda **_: [gone])
     assert existing_supervisors() == {}
+
+
+def test_what_an_engine_before_has_accepted_is_waited_for_before_the_next_one_is_there() -> None:
+    async def run() -> int | None:
+        engine = Engine(
+            SPEC,
+            next_epoch=lambda: 0,
+            replicas=list,
+            report=lambda: None,
+            is_awaited=lambda: True,
+        )
+        draining = asyncio.create_task(engine.drain("it is drained", 60))
+        await asyncio.sleep(0.3)
+        assert not draining.done()
+        engine._set_info(EngineState.FAILED, "there is no room")
+        return await asyncio.wait_for(draining, 10)
+
+    assert asyncio.run(run()) is None
 
 
 class StubEngine:

@@ -4,7 +4,7 @@ Loaded by the name `tests.support.fake_rank:load_fake_rank`. The name of the mod
 folder, may ask for a step that takes some time, and for what happens when it computes a prompt
 that begins with `POISON`: with `fake-5ms-poison` its process ends, and with `fake-5ms-overflow` it
 answers what no scheduler can hold. With `fake-5ms-stop` its process stops, as with SIGSTOP, when
-it joins the group of epoch 1.
+it joins the group of epoch 1. With a folder `fake-5ms-once` rank 1 can be loaded only once.
 """
 
 import os
@@ -41,10 +41,12 @@ class FakeRank:
         self._config = config
         self._answers = place_of_rank(config.parallel, rank).tp_rank == 0
         name = Path(config.model.model).name
-        found = re.fullmatch(r"fake(?:-(\d+)ms)?(-poison|-overflow|-stop)?", name)
+        found = re.fullmatch(r"fake(?:-(\d+)ms)?(-poison|-overflow|-stop|-once)?", name)
         assert found, config.model.model
         self._step_seconds = int(found[1] or 0) / 1e3
         self._effect = found[2]
+        if self._effect == "-once" and rank == 1:
+            (Path(config.model.model) / "loaded").touch(exist_ok=False)
         self._poison_ids: set[str] = set()
         self._aborted = threading.Event()
 

@@ -23,13 +23,12 @@ from worker.models.base import Solo
 from worker.models.registry import load_decoder
 def peak_bytes():
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-class Rank(Solo):
-    rank, size = int(sys.argv[3]), int(sys.argv[4])
 def anonymous_bytes():
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 before, anonymous = peak_bytes(), anonymous_bytes()
-decoder = load_decoder(Path(sys.argv[1]), dtype=sys.argv[2], comm=Rank())
+comm = Solo(rank=int(sys.argv[3]), size=int(sys.argv[4]))
+decoder = load_decoder(Path(sys.argv[1]), dtype=sys.argv[2], comm=comm)
 print(peak_bytes() - before, anonymous_bytes() - anonymous, decoder.spec.weight_bytes)
 """
 

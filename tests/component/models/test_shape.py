@@ -12,16 +12,9 @@ from worker.models.registry import load_decoder
 from worker.models.shape import check_shape
 
 
-class OneOf(Solo):
-    """The first of several ranks, as far as loading goes."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-
 def refusal_of_loading(model: Path, tp: int, pp: int) -> Exception | None:
     try:
-        load_decoder(model, dtype="float32", comm=OneOf(tp), num_stages=pp)
+        load_decoder(model, dtype="float32", comm=Solo(size=tp), num_stages=pp)
     except (ConfigError, WorkerError) as error:
         return error
     return None
