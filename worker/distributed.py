@@ -5,7 +5,7 @@ process can leave one epoch's group and join the next, and a test can hold sever
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -119,7 +119,7 @@ class ControlGroup:
         shared = torch.tensor([value])
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
-        _wait(self._group.allreduce([shared], options))
+        _run(self._group.allreduce, [shared], options)
         return int(shared.item())
 
 
@@ -134,25 +134,25 @@ class TorchTensorGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu":
             x = x.contiguous()
-            _wait(self._group.allreduce([x]))
+            _run(self._group.allreduce, [x])
             return x
         total = x.float().contiguous()  # gloo would round half-precision sums after every rank
-        _wait(self._group.allreduce([total]))
+        _run(self._group.allreduce, [total])
         return total.to(x.dtype)
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        _wait(self._group.allgather([parts], [x]))
+        _run(self._group.allgather, [parts], [x])
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, x: Tensor) -> None:
         if x.device.type == "cpu" and self._group.name() == "nccl":
             on_device = x.cuda()
-            _wait(self._group.broadcast([on_device], _from_rank_0()))
+            _run(self._group.broadcast, [on_device], _from_rank_0())
             x.copy_(on_device)
             return
-        _wait(self._group.broadcast([x], _from_rank_0()))
+        _run(self._group.broadcast, [x], _from_rank_0())
 
     def abort(self) -> None:
         """Ends what nccl waits for. gloo cannot be interrupted: there a call ends when a peer's
@@ -203,9 +203,14 @@ def _from_rank_0() -> Any:
     return options
 
 
-def _wait(work: Any) -> None:
+def _run(collective: Callable[..., Any], *arguments: Any) -> None:
+    """To its end; already the call fails where nccl cannot connect."""
     with _told_as_broken("a rank is gone or did not answer in time"):
-        work.wait()
+        collective(*arguments).wait()
+
+
+def _wait(work: Any) -> None:
+    _run(lambda: work)
 
 
 @contextmanager
