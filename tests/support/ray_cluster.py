@@ -21,6 +21,9 @@ _ENVIRONMENT = {
     # Ray has some twenty threads a process, each of which would get a heap of its own from glibc,
     # and keep in it the most that it ever held: growth that nobody could tell from a leak.
     "MALLOC_ARENA_MAX": "2",
+    # As with `palimpsest serve`: by default Ray's workers yield to whatever else runs, here to
+    # other tests, and where those take both cores nothing answers in time.
+    "RAY_worker_niceness": "0",
     # Other tests have the other core: a thread that spins keeps it from the one it waits for.
     "GOMP_SPINCOUNT": "1000",
     # A proxy that died is missed at the third check.
