@@ -190,17 +190,12 @@ class SchedulerCore:
             group.running = [r for r in group.running if r.status is Status.RUNNING]
 
     def lose_group(
-        self,
-        now: float,
-        *,
-        num_blocks: int | None = None,
-        cause: InterruptionCause = InterruptionCause.WORKER_LOST,
+        self, now: float, cause: InterruptionCause = InterruptionCause.WORKER_LOST
     ) -> bool:
-        """Begin a new epoch with an empty pool, of `num_blocks` if that changes.
+        """Begin a new epoch with an empty pool.
 
-        All that ran goes to the front of the queue in its running order; what can no longer
-        fit ends here, and so does a request that is proved to kill the workers; whether there
-        was one.
+        All that ran goes to the front of the queue in its running order. A request that is proved
+        to kill the workers ends here; whether there was one.
         """
         old = self.group
         culprit = None
@@ -214,23 +209,24 @@ class SchedulerCore:
                 bill.since_step -= old.window.next_step_id
         if self._cache_events is not None:
             self._cache_events.append(AllBlocksCleared())
-        self.begin_epoch(old.epoch + 1, num_blocks or old.pool.num_blocks, now)
+        self.begin_epoch(old.epoch + 1, old.pool.num_blocks)
         if culprit is not None and culprit.status is Status.WAITING:
             self._finish(culprit, FinishReason.ERROR, now, error=VERDICT)
         return culprit is not None
 
-    def begin_epoch(
-        self, epoch: int, num_blocks: int, now: float, pipeline: Pipeline | None = None
-    ) -> None:
+    def begin_epoch(self, epoch: int, num_blocks: int, pipeline: Pipeline | None = None) -> None:
         """Go on under `epoch`, which need not be the next one, with an empty pool of `num_blocks`.
 
-        `pipeline`: None for that of the epoch before.
+        `pipeline`: None for that of the epoch before. Before the first plan comes `fit`.
         """
         assert epoch >= self.group.epoch, "epochs only rise"
         assert not self.group.window.next_step_id or epoch > self.group.epoch, "it has run"
         pipeline = pipeline or self.group.pipeline
         group = self._new_group(epoch=epoch, num_blocks=num_blocks, pipeline=pipeline)
         self.group = self._planner.group = group
+
+    def fit(self, now: float) -> None:
+        """The workers of the epoch are there: what can no longer fit into their pool ends."""
         for request in list(self.requests.values()):
             self._fit(request, now)
 

@@ -173,7 +173,7 @@ class StepLoop:
 
         def attach(core: SchedulerCore, now: float) -> None:
             self._lose("another group takes its place")
-            core.begin_epoch(epoch, size.num_blocks, now, size.pipeline)
+            core.begin_epoch(epoch, size.num_blocks, size.pipeline)
             self._link = link
             self._has_group = True
             self._missing_ranks = set(range(size.num_ranks))
@@ -281,6 +281,7 @@ class StepLoop:
                 if said == epoch and rank in self._missing_ranks:
                     self._missing_ranks.remove(rank)
                     if not self._missing_ranks:
+                        core.fit(time.monotonic())
                         self._listener.on_joined(epoch)
             case WorkerFault(epoch=said):
                 if said == epoch:
@@ -322,7 +323,7 @@ class StepLoop:
         level = logging.ERROR if is_fault else logging.INFO
         logger.log(level, "the worker group of epoch %d is given up: %s", epoch, reason)
         lost_seconds = time.time()
-        found_culprit = core.lose_group(time.monotonic(), cause=cause)
+        found_culprit = core.lose_group(time.monotonic(), cause)
         loss = GroupLoss(epoch, reason, num_steps, lost_seconds, found_culprit)
         self._link, self._has_group = _NoLink(), False
         self._deadline = self._new_deadline()

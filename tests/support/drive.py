@@ -225,8 +225,15 @@ class Driver:
         num_blocks: int | None = None,
         cause: InterruptionCause = InterruptionCause.WORKER_LOST,
     ) -> list[StepPlan]:
-        """A new epoch begins. Returns the plans that were in flight."""
-        self.core.lose_group(self.now, num_blocks=num_blocks, cause=cause)
+        """A new epoch begins, with a pool of `num_blocks` if that changes.
+
+        Returns the plans that were in flight.
+        """
+        core = self.core
+        core.lose_group(self.now, cause)
+        if num_blocks is not None:
+            core.begin_epoch(core.group.epoch + 1, num_blocks)
+            core.fit(self.now)
         lost = list(self.in_flight)
         self.in_flight.clear()
         self._listen()

@@ -197,7 +197,12 @@ class Episode:
             self._zombie = self._group
             self._zombie.results.clear()
         self._log(f"group lost: {cause}, {self._num_blocks} blocks from now on")
-        self._core.lose_group(self._clock.now, num_blocks=num_blocks, cause=cause)
+        core = self._core
+        core.lose_group(self._clock.now, cause)
+        if num_blocks is not None:
+            core.begin_epoch(core.group.epoch + 1, 2)  # this one never stands
+            core.begin_epoch(core.group.epoch + 1, num_blocks)
+            core.fit(self._clock.now)
         ledger.seen["group losses"] += 1
         for tracked in ledger.live.values():
             if tracked.is_open:

@@ -208,6 +208,19 @@ def test_request_that_still_fits_goes_on() -> None:
     assert driver.output("A") == driver.solo("A")
 
 
+def test_pool_of_a_group_that_never_stood_ends_nobody() -> None:
+    driver = Driver(11)
+    driver.submit("A", text("a", 100), max_tokens=40)
+    driver.steps(3)
+    driver.lose_group(cause=InterruptionCause.RESIZE)
+    core = driver.core
+    for num_blocks in (2, 11):
+        core.begin_epoch(core.group.epoch + 1, num_blocks)
+    core.fit(driver.now)
+    driver.run()
+    assert driver.output("A") == driver.solo("A")
+
+
 def test_request_that_fits_for_now_is_clamped_again() -> None:
     driver = shrunk(3, 8)
     driver.run()

@@ -150,7 +150,7 @@ def test_next_group_may_have_other_stages(before: int, after: int) -> None:
     driver.steps(3)
     driver.lose_group(cause=InterruptionCause.RESIZE)
     core = driver.core
-    core.begin_epoch(core.group.epoch + 1, 60, driver.now, Pipeline(after, after + 1))
+    core.begin_epoch(core.group.epoch + 1, 60, Pipeline(after, after + 1))
     driver.plan()
     driver.answer()
     while driver.plan() is not None:
