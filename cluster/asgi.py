@@ -29,7 +29,7 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Probes and scrapers carry no keys."""
 
 _MAX_LOGGED_CHARACTERS = 100
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,29 @@ class KeyDigests:
 
 def _digest(salt: bytes, key: str) -> bytes:
     return hashlib.sha256(salt + key.encode()).digest()
+
+
+class HeaderFilter:
+    """Takes away the headers of a request that Serve would pass on or trip over: a request id that
+    is none, instead of which it makes one, and what is not UTF-8."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope["headers"] = [(n, value) for n, value in scope["headers"] if _is_good(n, value)]
+        await self._app(scope, receive, send)
+
+
+def _is_good(name: bytes, value: bytes) -> bool:
+    if name == b"x-request-id":
+        return _REQUEST_ID.fullmatch(value) is not None
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class Guard:
@@ -265,6 +288,6 @@ def _check_length(headers: Headers) -> None:
 
 
 def _request_id(given: str | None) -> str:
-    if given is not None and _REQUEST_ID.fullmatch(given):
+    if given is not None and _REQUEST_ID.fullmatch(given.encode()):
         return given
     return uuid.uuid4().hex

@@ -1,7 +1,17 @@
-"""How an ingress replica that listens itself binds its port."""
+"""How Serve listens: what stands before everything else, and how a replica binds its port."""
 
 import socket
 from typing import Any
+
+from starlette.middleware import Middleware
+
+from cluster.asgi import HeaderFilter
+
+
+def middlewares() -> list[Middleware]:
+    """For all processes of Serve that listen, in whose environment
+    `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names this function."""
+    return [Middleware(HeaderFilter)]
 
 
 def take_over_ports() -> None:

@@ -26,8 +26,14 @@ _CONNECT_SECONDS = 5.0
 _JOIN_SECONDS = 3
 _GRACE_SECONDS = 3.0
 
+# For every cluster.
+SERVE_ENVIRONMENT = {
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.listening:middlewares",
+}
+
 # For a cluster of ours; whoever sets one of these means it.
 _ENVIRONMENT = {
+    **SERVE_ENVIRONMENT,
     # Who may connect may run code, so a token is asked for; Ray keeps it in the user's home.
     "RAY_AUTH_MODE": "token",
     # Despite its name: off means that all of Ray listens on the loopback interface only.

@@ -1,6 +1,7 @@
 """`palimpsest serve`: from nothing to a server that answers, and back to nothing."""
 
 import contextlib
+import json
 import signal
 import threading
 import time
@@ -73,6 +74,13 @@ def serve(
     route_prefix: Annotated[
         str, typer.Option(help="Path that all URLs of the application begin with.")
     ] = "/",
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin of web pages whose scripts may call the server (CORS), `*` for all; may "
+            "be given several times."
+        ),
+    ] = None,
     metrics_compat: Annotated[
         MetricsCompat | None,
         typer.Option(
@@ -99,6 +107,7 @@ def serve(
     given += [f"model.model={model}"] if model is not None else []
     given += [f"server.host={host}"] if host is not None else []
     given += [f"server.port={port}"] if port is not None else []
+    given += [f"server.allowed_origins={json.dumps(allowed_origins)}"] if allowed_origins else []
     given += [f"server.metrics_compat={metrics_compat}"] if metrics_compat is not None else []
     given += [f"server.log_level={log_level}"] if log_level is not None else []
     config = load(config_file, given).config

@@ -1,6 +1,7 @@
 """What the API has beside text, through Ray Serve, a scheduler actor and a worker actor."""
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -75,6 +76,17 @@ def test_logs_are_objects_with_the_id_of_the_request(client: httpx.Client) -> No
         time.sleep(0.1)
     [line] = found
     assert (line["path"].endswith(COMPLETIONS), line["status"]) == (True, 200)
+
+
+@pytest.mark.parametrize("given", ["a b", "x" * 129, "", "ä"])
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_an_id_that_is_none_is_replaced(client: httpx.Client, given: str, encoding: str) -> None:
+    """Also where Serve would fail with it."""
+    headers = {b"x-request-id": given.encode(encoding), b"x-session-id": "ä".encode(encoding)}
+    answer = client.post(COMPLETIONS, json={"n": 0}, headers=headers)
+    assert answer.status_code == 400
+    [request_id] = answer.headers.get_list("x-request-id")
+    assert re.fullmatch(r"[0-9a-f-]{32,36}", request_id)
 
 
 def _lines_with(request_id: str) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from tests.support.asking import ask, ask_all, with_client
 from tests.support.events import Stream
 from tests.support.leftovers import Leftovers, assert_nothing_left
 from tests.support.references import REFERENCES_FILE
-from tests.support.serving import HOST, free_port
+from tests.support.serving import HOST, ORIGIN, free_port
 
 # The model is fetched and converted on the first run of all.
 pytestmark = [pytest.mark.timeout(func_only=True), pytest.mark.xdist_group("serve command")]
@@ -81,7 +81,7 @@ def start(
     settings = [f"--set={override}" for override in ("model.dtype=float32", *overrides)]
     with output_file.open("wb") as output:
         process = subprocess.Popen(
-            palimpsest("serve", "--port", str(port), *settings),
+            palimpsest("serve", "--port", str(port), "--allowed-origins", ORIGIN, *settings),
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**without_test_settings(), **(environment or {})},
@@ -112,6 +112,15 @@ def test_what_it_prints_can_be_pasted(server: Server) -> None:
     assert json.loads(answer.stdout)["choices"][0]["message"]["content"]
     assert f'base_url="{server.url}/v1"' in server.output
     assert re.search(r"KV cache: \d+ blocks of 16 tokens hold \d+ tokens", server.output)
+
+
+def test_headers_are_ours_not_those_of_serve(server: Server) -> None:
+    headers = {b"origin": ORIGIN.encode(), b"x-request-id": "ä".encode("latin-1")}
+    answer = httpx.get(f"{server.url}/v1/models", headers=headers)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == ORIGIN
+    [request_id] = answer.headers.get_list("x-request-id")
+    assert request_id.isascii()
 
 
 def test_the_text_is_that_of_the_model(server: Server) -> None:

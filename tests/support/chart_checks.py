@@ -9,6 +9,7 @@ import re
 from pathlib import PurePosixPath
 
 from cluster.app import config_of
+from cluster.local_ray import SERVE_ENVIRONMENT
 from configs import load
 from configs.ranks import world_size
 from tests.support.chart import SERVE_PORT, Check, Rendered, environment, ray_container
@@ -190,6 +191,7 @@ def all_nodes_read_the_same_environment(chart: Rendered) -> None:
     health, drain = chart.values["ray"]["healthCheck"], chart.values["config"]["server"]
     for variables in (head, worker):
         assert variables["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+        assert variables.items() >= SERVE_ENVIRONMENT.items()
         assert int(variables["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) > drain["drain_seconds"]
         assert variables["RAY_health_check_period_ms"] == str(1000 * health["periodSeconds"])
         assert variables["RAY_health_check_timeout_ms"] == str(1000 * health["timeoutSeconds"])

@@ -10,10 +10,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from cluster.local_ray import SERVE_ENVIRONMENT
+
 REPOSITORY = Path(__file__).parents[2]
 _OBJECT_STORE_BYTES = 100 << 20
 
 _ENVIRONMENT = {
+    **SERVE_ENVIRONMENT,
     # Not the token of the user's own clusters.
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
