@@ -60,10 +60,11 @@ class Frontend:
     """The first one appears in answers."""
     max_queue_seconds: float
 
-    def limits(self) -> ModelLimits:
+    def _limits(self) -> ModelLimits:
         """Raises UnavailableError until the workers have reported."""
         info = self.engine.info()
         if not info.takes_requests:
+            self.engine.metrics.counts.refused("unavailable")
             raise UnavailableError(
                 info.reason or f"The engine is {info.state}.",
                 retry_after_seconds=UNAVAILABLE_RETRY_SECONDS,
@@ -87,7 +88,7 @@ class Frontend:
         """
         arrived_seconds = time.monotonic()
         check_supported(request)
-        limits = self.limits()
+        limits = self._limits()
         num_choices = request.n or 1
         prompts = await self._prompts(request, num_choices, limits)
         bad_words = await self._bad_words(request)

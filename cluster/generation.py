@@ -76,6 +76,8 @@ class Generation:
         """Request ids that the engine may still be working on."""
         self._books: dict[str, SequenceCounts] = {}
         """Of all sequences that the engine has accepted."""
+        self._outcome = ABORT
+        """What the books say of those that `end` ends."""
 
     @property
     def num_prompt_tokens(self) -> tuple[int, ...]:
@@ -132,6 +134,10 @@ class Generation:
             num_open -= sum(piece.finish is not None for piece in pieces)
             yield pieces
 
+    def fail(self) -> None:
+        """The client is told of an error: what ends from now on has not been left by it."""
+        self._outcome = ERROR
+
     def end(self, reason: EndReason = EndReason.ABORT) -> None:
         """End whatever has not ended by itself. Safe to call again.
 
@@ -144,7 +150,7 @@ class Generation:
         now = time.monotonic()
         for request_id in self._live:
             if request_id in self._books:
-                self._books[request_id].ended(ABORT, now)
+                self._books[request_id].ended(self._outcome, now)
             ending = asyncio.create_task(self._engine.end(EndRequest(request_id, reason)))
             _ENDING.add(ending)
             ending.add_done_callback(_ENDING.discard)

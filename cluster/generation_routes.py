@@ -115,14 +115,19 @@ class _Endpoints:
 
 
 async def _whole(answering: _Answering, idle_seconds: float) -> bytes:
-    by_choice: list[list[Piece]] = [[] for _ in answering.generation.num_prompt_tokens]
-    async for pieces in answering.generation.pieces(idle_seconds):
-        for piece in pieces:
-            answering.usage.add(piece)
-            by_choice[piece.index].append(piece)
-    choices = [joined(pieces) for pieces in by_choice]
-    num_rated = sum(_num_rated(choice) for choice in choices)
-    return await _written(num_rated, answering.writer.whole, choices)
+    generation = answering.generation
+    by_choice: list[list[Piece]] = [[] for _ in generation.num_prompt_tokens]
+    try:
+        async for pieces in generation.pieces(idle_seconds):
+            for piece in pieces:
+                answering.usage.add(piece)
+                by_choice[piece.index].append(piece)
+        choices = [joined(pieces) for pieces in by_choice]
+        num_rated = sum(_num_rated(choice) for choice in choices)
+        return await _written(num_rated, answering.writer.whole, choices)
+    except Exception:
+        generation.fail()
+        raise
 
 
 async def _frames(
@@ -142,11 +147,12 @@ async def _frames(
                 yield frames
         if options is not None and options.include_usage:
             yield answering.writer.usage_chunk()
-    except ApiError as error:
+    except Exception as error:
+        answering.generation.fail()
+        if not isinstance(error, ApiError):
+            logger.exception("a stream failed")
+            error = our_fault()
         yield frame(error.body())
-    except Exception:
-        logger.exception("a stream failed")
-        yield frame(our_fault().body())
     yield DONE
 
 

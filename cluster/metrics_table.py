@@ -186,8 +186,9 @@ METRICS = (
     ),
     Metric(
         "outcome", "counter", "admission_rejections_total",
-        "Requests that were well-formed and not accepted: what the model or the pool can never "
-        "hold, a full queue, the share of one API key used up, an engine that takes none.",
+        "Requests that were not accepted: a prompt that the model (`bad_request`) or the pool can "
+        "never hold, a full queue, the share of one API key used up, an engine that takes none. "
+        "Other mistakes in a request are errors 400 alone.",
         Label("reason", REFUSALS),
     ),
     Metric(

@@ -15,6 +15,7 @@ from cluster.http_settings import HttpSettings
 from configs import Config, SchedulerConfig
 from tests.support.events import Stream
 from tests.support.http_server import MODEL, HttpServer, http_server, parrot
+from tests.support.metrics import scrape
 from tests.support.parrot import Parrot
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -187,6 +188,7 @@ def test_who_waits_too_long_is_told_so() -> None:
         assert stream.error["type"] == "service_unavailable_error"
         assert stream.num_comments >= 2  # while it waited
         server.wait_idle()
+        assert ends_of(server) == {"error": 2, "abort": 1}
 
 
 def test_a_client_that_does_not_read_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,6 +353,7 @@ def test_an_error_of_the_engine_fails_one_request_only() -> None:
         answer = client.post(COMPLETIONS, json={"prompt": "one", "temperature": 0})
         assert answer.json()["choices"][0]["text"] == "one"
         server.wait_idle()
+        assert ends_of(server) == {"error": 4, "stop": 1}
 
 
 def test_an_engine_that_is_lost_leaves_nobody_waiting() -> None:
@@ -384,3 +387,8 @@ def test_health_answers_while_a_large_prompt_is_tokenized(http: httpx.Client) ->
             num_answers += 1
     posting.join()
     assert num_answers > 5, "tokenizing holds everybody up"
+
+
+def ends_of(server: HttpServer) -> dict[str, float]:
+    """How many choices ended for which reason, as the metrics tell it."""
+    return scrape(server.url, MODEL).nonzero("requests_total")

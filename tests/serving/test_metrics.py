@@ -239,7 +239,7 @@ def test_errors_are_counted_by_status() -> None:
         headers = {"authorization": "Bearer right"}
         with httpx.Client(base_url=server.url, headers=headers, timeout=30) as client:
             assert client.post("/v1/completions", json={"prompt": "cat"}).status_code == 200
-            assert not any(scrape(server.url, MODEL).by_label("http_errors_total").values())
+            assert not scrape(server.url, MODEL).nonzero("http_errors_total")
 
             assert client.post("/v1/completions", json={}).status_code == 400
             assert client.post("/v1/completions", json={"prompt": []}).status_code == 400
@@ -254,9 +254,10 @@ def test_errors_are_counted_by_status() -> None:
             assert client.get("/ready").status_code == 503
             body = {"prompt": "the cat"}
             assert client.post("/v1/completions", json=body).status_code == 503
-            found = scrape(server.url, MODEL).by_label("http_errors_total")
+            found = scrape(server.url, MODEL)
     counts = {"400": 3, "401": 1, "404": 1, "405": 1, "413": 1, "503": 1}
-    assert {status: count for status, count in found.items() if count} == counts
+    assert found.nonzero("http_errors_total") == counts
+    assert found.nonzero("admission_rejections_total") == {"unavailable": 1}
 
 
 def test_a_second_replica_is_in_the_sum_and_stays_when_it_is_gone(server: HttpServer) -> None:

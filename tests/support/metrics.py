@@ -32,6 +32,10 @@ class Scrape:
             for _, value in labels
         }
 
+    def nonzero(self, name: str) -> dict[str, float]:
+        """The same, without those that are 0."""
+        return {label: value for label, value in self.by_label(name).items() if value}
+
     def fallen_since(self, before: "Scrape") -> list[Series]:
         """What is lower than it was, or gone."""
         return [s for s in before.counted if self.samples.get(s, -1.0) < before.samples[s]]
