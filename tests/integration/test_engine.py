@@ -26,7 +26,7 @@ from tests.support.engines import (
     status_of,
 )
 from tests.support.fake_rank import POISON
-from tests.support.faults import kill, pids_of
+from tests.support.faults import is_alive, kill, pids_of
 
 SLOW = fake_spec("model.model=fake-20ms")
 
@@ -252,14 +252,6 @@ def test_an_engine_without_replicas_ends(app: str) -> None:
                 await asyncio.sleep(0.1)
 
     asyncio.run(run())
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_the_link_over_ray_calls_serves_two_ranks(app: str) -> None:

@@ -25,6 +25,7 @@ from tests.support.faults import (
     is_alive,
     kill,
     pids_of,
+    replica_pids,
     undisturbed,
     wait_dead,
     wait_recovered,
@@ -339,7 +340,3 @@ async def supervisor_pid(app: str) -> int:
     pid = await existing_supervisors()[app].process_id.remote()
     assert isinstance(pid, int)
     return pid
-
-
-def replica_pids(app: App) -> list[int]:
-    return pids_of(f"ray::ServeReplica:{app.name}:")

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.asking import ask_all
+from tests.support.faults import replica_pids
 from tests.support.metrics import Scrape, scrape
-from tests.support.serving import App, deployed, replica_pids
+from tests.support.serving import App, deployed
 
 NUM_SCRAPES = 50
 NAME = "stories"
@@ -32,7 +33,7 @@ def app(port: int, model: Path) -> Iterator[App]:
 
 @pytest.mark.full
 def test_no_counter_falls_whichever_replica_is_asked(app: App) -> None:
-    pids = replica_pids(app.name)
+    pids = replica_pids(app)
     assert len(pids) == 2
     body = {"prompt": "Once upon a time", "max_tokens": 60, "ignore_eos": True, "stream": True}
     work = [("/v1/completions", {**body, "seed": number}) for number in range(48)]
@@ -58,7 +59,7 @@ def test_no_counter_falls_whichever_replica_is_asked(app: App) -> None:
     assert last.value("requests_running") == 0
 
     os.kill(pids[0], signal.SIGKILL)
-    while len(now := replica_pids(app.name)) < 2 or pids[0] in now:
+    while len(now := replica_pids(app)) < 2 or pids[0] in now:
         time.sleep(0.1)
     after_death = scrape(app.url, NAME)
     assert not after_death.fallen_since(last)

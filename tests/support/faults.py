@@ -158,3 +158,8 @@ def pids_of(title: str) -> list[int]:
             if " ".join(process.cmdline()).startswith(title):
                 pids.append(process.pid)
     return pids
+
+
+def replica_pids(app: App) -> list[int]:
+    """Of its ingress replicas."""
+    return pids_of(f"ray::ServeReplica:{app.name}:")

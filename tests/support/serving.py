@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray import serve
 
@@ -162,13 +161,3 @@ def session_logs() -> list[Path]:
     """All log files of the Ray cluster of this process."""
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     return [path for path in session.rglob("*") if path.is_file() and not path.is_symlink()]
-
-
-def replica_pids(app: str) -> list[int]:
-    """The processes of an application's ingress replicas that are alive."""
-    pids = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if " ".join(process.cmdline()).startswith(f"ray::ServeReplica:{app}:"):
-                pids.append(process.pid)
-    return sorted(pids)
