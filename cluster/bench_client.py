@@ -17,14 +17,20 @@ _PATHS: dict[BenchEndpoint, str] = {
 }
 _CONNECT_SECONDS = 30.0
 _MAX_ERROR_CHARS = 200
+_DONE = b"[DONE]"
 
 
-def open_session(api_key: str | None) -> aiohttp.ClientSession:
-    """As many connections as there are requests, each for as long as its answer takes."""
+def open_session(
+    api_key: str | None, *, timeout_seconds: float | None = None
+) -> aiohttp.ClientSession:
+    """As many connections as there are requests, each for as long as its answer takes, but for no
+    longer than `timeout_seconds` without a byte."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         headers={"authorization": f"Bearer {api_key}"} if api_key else {},
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+        timeout=aiohttp.ClientTimeout(
+            total=None, sock_connect=_CONNECT_SECONDS, sock_read=timeout_seconds
+        ),
     )
 
 
@@ -32,14 +38,28 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
     """The one that the server names first. Raises CommandError."""
     try:
         async with session.get(f"{url}/v1/models") as answer:
-            answer.raise_for_status()
-            return str((await answer.json())["data"][0]["id"])
+            if answer.status != 200:
+                raise _refusal(url, answer.status, await _http_error(answer))
+            return str((await answer.json(content_type=None))["data"][0]["id"])
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise CommandError(
             f"No server answers at {url}: {error}. Name another with --url."
         ) from error
     except (LookupError, TypeError, ValueError) as error:
         raise CommandError(f"{url}/v1/models names no model; name one with --model.") from error
+
+
+def _refusal(url: str, status: int, error: str) -> CommandError:
+    error = error.rstrip(".")
+    if status in (401, 403):
+        return CommandError(
+            f"The key is missing or wrong: {url}/v1/models answers {error}. Name the file that "
+            f"holds it with --api-key-file."
+        )
+    return CommandError(
+        f"{url}/v1/models answers {error}. Name another server with --url, or the model with "
+        f"--model."
+    )
 
 
 @dataclass(slots=True)
@@ -51,6 +71,7 @@ class Outcome:
     """When each piece of the stream that has a token came."""
     text: str = ""
     prompt_tokens: int | None = None
+    """As the server counts them, or else the token ids that it was sent; None: it got a text."""
     output_tokens: int | None = None
     """As the server counts them; None: it does not say."""
     cached_tokens: int = 0
@@ -95,7 +116,7 @@ class _Preemption(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
+    prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _PromptDetails | None = None
     preemption: _Preemption | None = None
@@ -104,7 +125,18 @@ class _Usage(msgspec.Struct):
 class _Delta(msgspec.Struct):
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
+    """What `reasoning` was called before; some servers send both."""
+    tool_calls: list[Any] | None = None
+
+    @property
+    def text(self) -> str | None:
+        """None: this is not about a text, as the chunk that only says who speaks."""
+        texts = (self.reasoning or self.reasoning_content, self.content)
+        given = [text for text in texts if text is not None]
+        said = "".join(given)
+        return said if said or (given and self.role is None) else None
 
 
 class _Choice(msgspec.Struct):
@@ -112,21 +144,18 @@ class _Choice(msgspec.Struct):
     delta: _Delta | None = None
 
     @property
-    def has_token(self) -> bool:
-        """The chunk that only says who speaks has none."""
-        if self.delta is None:
-            return self.text is not None
-        return bool(self.said) or (self.delta.role is None and self.delta.content is not None)
+    def said(self) -> str | None:
+        """None: nothing, not even a text that is still empty."""
+        return self.text if self.delta is None else self.delta.text
 
     @property
-    def said(self) -> str:
-        if self.delta is None:
-            return self.text or ""
-        return self.delta.content or self.delta.reasoning_content or ""
+    def has_token(self) -> bool:
+        calls_tool = self.delta is not None and bool(self.delta.tool_calls)
+        return calls_tool or self.said is not None
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: dict[str, Any] | str | None = None
 
@@ -165,16 +194,17 @@ class BenchClient:
         """Send one request and read its stream to the end. What goes wrong is in the outcome."""
         data = msgspec.json.encode(self.body(request))
         headers = {"content-type": "application/json"}
-        outcome = Outcome(time.perf_counter())
+        outcome = Outcome(time.perf_counter(), prompt_tokens=request.num_token_ids)
         try:
             async with self.session.post(
                 self.base_url + _PATHS[self.endpoint], data=data, headers=headers
             ) as answer:
                 if answer.status != 200:
-                    said = await answer.text()
-                    outcome.error = f"HTTP {answer.status}: {_message(said)}"
+                    outcome.error = await _http_error(answer)
                     return outcome
                 await _read(answer.content, outcome)
+        except aiohttp.SocketTimeoutError:
+            outcome.error = f"no byte came for {self.session.timeout.sock_read:g} s"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             outcome.error = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
         except msgspec.DecodeError as error:
@@ -189,35 +219,48 @@ async def _read(stream: aiohttp.StreamReader, outcome: Outcome) -> None:
     is_done = False
     async for data in stream.iter_any():
         now = time.perf_counter()
-        *events, rest = (rest + data).split(b"\n")
-        for line in events:
-            if not line.startswith(b"data:"):
-                continue
-            content = line[5:].strip()
-            if content == b"[DONE]":
+        *lines, rest = (rest + data).split(b"\n")
+        for content in map(_content, lines):
+            if content == _DONE:
                 is_done = True
-            else:
+            elif content is not None:
                 _take(_decode(content), outcome, now)
+    # The last line may lack its end; any other without one is half a chunk.
+    is_done = is_done or _content(rest) == _DONE
     if not is_done and outcome.error is None:
         outcome.error = "the stream broke off"
+
+
+def _content(line: bytes) -> bytes | None:
+    """Of a line of the stream; None: it is empty, or about the stream itself."""
+    return line[5:].strip() if line.startswith(b"data:") else None
 
 
 def _take(chunk: _Chunk, outcome: Outcome, now: float) -> None:
     if chunk.error is not None:
         outcome.error = _message(msgspec.json.encode({"error": chunk.error}).decode())
         return
-    if any(choice.has_token for choice in chunk.choices):
+    choices = chunk.choices or ()
+    if any(choice.has_token for choice in choices):
         outcome.token_seconds.append(now)
-        outcome.text += "".join(choice.said for choice in chunk.choices)
+        outcome.text += "".join(choice.said or "" for choice in choices)
     usage = chunk.usage
     if usage is None:
         return
-    outcome.prompt_tokens, outcome.output_tokens = usage.prompt_tokens, usage.completion_tokens
+    outcome.output_tokens = usage.completion_tokens
+    if usage.prompt_tokens is not None:
+        outcome.prompt_tokens = usage.prompt_tokens
     if usage.prompt_tokens_details is not None:
         outcome.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
     if usage.preemption is not None:
         outcome.preemptions = usage.preemption.count
         outcome.stalled_ms = usage.preemption.stalled_ms
+
+
+async def _http_error(answer: aiohttp.ClientResponse) -> str:
+    """The status of a refusal, and what the server says to it."""
+    said = _message(await answer.text(errors="replace"))
+    return f"HTTP {answer.status}: {said or answer.reason}"
 
 
 def _message(body: str) -> str:

@@ -4,10 +4,11 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -33,6 +34,7 @@ from cluster.bench_options import (
     Speed,
     Spread,
     Temperature,
+    Timeout,
     TraceFile,
     Url,
     VocabSize,
@@ -46,6 +48,9 @@ if TYPE_CHECKING:
     from cluster.bench_client import Outcome
     from cluster.bench_load import LoadResult, Pace
     from cluster.bench_prompts import BenchRequest, RandomPrompts
+
+_INTERRUPTED = 130
+"""The exit code of a program that Ctrl-C has ended, by the custom of shells."""
 
 
 def bench(
@@ -69,6 +74,7 @@ def bench(
     concurrency: Concurrency = None,
     request_rate: RequestRate = None,
     burstiness: Burstiness = 1,
+    timeout: Timeout = 600,
     warmup: Warmup = 1,
     goodput: Goodput = None,
     percentiles: Percentiles = "50,90,99",
@@ -84,6 +90,9 @@ def bench(
     TTFT is the time to the first token, TPOT the time per output token after it, ITL the time
     between two pieces of a stream (a preemption is one long ITL), E2E that of the whole request.
 
+    Ctrl-C cuts off what is under way and tells the figures of what has been answered; the exit
+    code is then 130.
+
     Examples:
 
       palimpsest bench --concurrency 8
@@ -97,14 +106,11 @@ def bench(
 
       palimpsest bench --endpoint chat --file questions.jsonl -c 4
     """
-    from cluster.bench_load import Pace
     from cluster.bench_prompts import RandomPrompts
     from cluster.bench_report import print_result, summarize
 
-    _check_above_zero("--speed", speed)
-    _check_above_zero("--burstiness", burstiness)
-    if request_rate is not None:
-        _check_above_zero("--request-rate", request_rate)
+    _check_above_zero("--timeout", timeout)
+    pace = _pace(request_rate, burstiness, concurrency, trace)
     limits_ms, cuts = _limits(goodput or ()), _percentiles(percentiles)
     made_up = RandomPrompts(
         input_tokens, output_tokens, vocab_size, prefix_tokens, num_prefixes, spread
@@ -113,15 +119,24 @@ def bench(
     fields: dict[str, Any] = {"temperature": temperature}
     if ignore_eos or (ignore_eos is None and file is None):
         fields["ignore_eos"] = True
-    target = _Target(url.rstrip("/"), endpoint, model, read_key(api_key_file), fields)
+    target = _Target(url.rstrip("/"), endpoint, model, read_key(api_key_file), fields, timeout)
     requests = source.requests(num_requests + warmup)
     first, requests = requests[num_requests:], requests[:num_requests]
-    pace = Pace(request_rate, burstiness, concurrency)
-    load = asyncio.run(_run(target, first, requests, pace, seed))
+    model, load = asyncio.run(_run(target, first, requests, pace, seed))
     result = summarize(load, limits_ms=limits_ms, percentiles=cuts)
     print_result(result, Console())
     if as_json is not None:
-        write_figures(as_json, {"url": target.url, "seed": seed, **result.as_json()})
+        asked = {
+            **target.as_json(),
+            "model": model,
+            "num_requests": len(requests),
+            **asdict(pace),
+            **source.as_json(),
+            "limits_ms": limits_ms,
+        }
+        write_figures(as_json, {"url": target.url, "load": asked, **result.as_json()})
+    if len(load.outcomes) < len(requests):
+        raise typer.Exit(_INTERRUPTED)
     if not result.completed:
         raise CommandError("Not one request was answered in full; the errors are above.")
 
@@ -142,27 +157,66 @@ class _Source:
         from cluster.bench_prompts import file_requests, random_requests, trace_requests
 
         wanted = self.made_up
+        self._check_options()
+        if self.file is not None:
+            return file_requests(self.file, count, wanted.output_tokens)
+        if self.trace is not None:
+            return trace_requests(
+                self.trace, limit=count, speed=self.speed, vocab_size=wanted.vocab_size
+            )
+        return random_requests(wanted, count, self.endpoint, self.seed)
+
+    def as_json(self) -> dict[str, Any]:
+        wanted = self.made_up
+        prompts: dict[str, Any] = asdict(wanted)
+        if self.file is not None:
+            prompts = {"file": str(self.file), "output_tokens": wanted.output_tokens}
+        elif self.trace is not None:
+            prompts = {"trace": str(self.trace), "speed": self.speed}
+            prompts["vocab_size"] = wanted.vocab_size
+        return {"prompts": prompts, "seed": self.seed}
+
+    def _check_options(self) -> None:
+        """Raises CommandError."""
+        wanted = self.made_up
+        _check_above_zero("--speed", self.speed)
         if self.file is not None and self.trace is not None:
             raise CommandError(
                 "--file and --trace are two sources of prompts: leave one of them out."
             )
-        if self.file is not None:
-            return file_requests(self.file, count, wanted.output_tokens)
-        if self.trace is not None:
-            if self.endpoint == "chat":
-                raise CommandError(
-                    "A trace is played with token ids, which chats do not take: leave --endpoint "
-                    "out."
-                )
-            return trace_requests(
-                self.trace, limit=count, speed=self.speed, vocab_size=wanted.vocab_size
+        if self.speed != 1 and self.trace is None:
+            raise CommandError("--speed is that of a --trace: name one, or leave --speed out.")
+        if self.trace is not None and self.endpoint == "chat":
+            raise CommandError(
+                "A trace is played with token ids, which chats do not take: leave --endpoint out."
             )
-        if wanted.prefix_tokens >= wanted.input_tokens:
+        is_made_up = self.file is None and self.trace is None
+        if is_made_up and wanted.prefix_tokens >= wanted.input_tokens:
             raise CommandError(
                 f"--prefix-tokens is {wanted.prefix_tokens}, but must be below --input-tokens, "
                 f"which is {wanted.input_tokens}."
             )
-        return random_requests(wanted, count, self.endpoint, self.seed)
+
+
+def _pace(
+    request_rate: float | None, burstiness: float, concurrency: int | None, trace: Path | None
+) -> "Pace":
+    """Raises CommandError."""
+    from cluster.bench_load import Pace
+
+    _check_above_zero("--burstiness", burstiness)
+    if request_rate is not None:
+        _check_above_zero("--request-rate", request_rate)
+        if trace is not None:
+            raise CommandError(
+                "--request-rate and --trace are two sources of send times: leave one of them out, "
+                "or change the trace's with --speed."
+            )
+    elif burstiness != 1:
+        raise CommandError(
+            "--burstiness is that of a --request-rate: name one, or leave --burstiness out."
+        )
+    return Pace(request_rate, burstiness, concurrency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +226,10 @@ class _Target:
     model: str | None
     api_key: str | None
     fields: dict[str, Any]
+    timeout_seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        return {"endpoint": self.endpoint, "ignore_eos": False, **self.fields}
 
 
 async def _run(
@@ -180,13 +238,13 @@ async def _run(
     requests: "Sequence[BenchRequest]",
     pace: "Pace",
     seed: int,
-) -> "LoadResult":
+) -> "tuple[str, LoadResult]":
     """Send the `first` one by one, which also tells before the long wait whether the server takes
-    such requests, and then the others."""
+    such requests, and then the others. Returns the model that was asked, and what came."""
     from cluster.bench_client import BenchClient, first_model, open_session
-    from cluster.bench_load import run_load
+    from cluster.bench_load import LoadCancelledError, run_load
 
-    async with open_session(target.api_key) as session:
+    async with open_session(target.api_key, timeout_seconds=target.timeout_seconds) as session:
         model = target.model or await first_model(session, target.url)
         client = BenchClient(session, target.url, target.endpoint, model, target.fields)
         for request in first:
@@ -194,7 +252,11 @@ async def _run(
             if outcome.error is not None:
                 raise CommandError(f"The first request failed: {outcome.error.rstrip('.')}.")
         with _progress(len(requests)) as on_end:
-            return await run_load(client, requests, pace, seed=seed, on_end=on_end)
+            try:
+                load = await run_load(client, requests, pace, seed=seed, on_end=on_end)
+            except LoadCancelledError as cancelled:  # by Ctrl-C
+                load = cancelled.result
+        return model, load
 
 
 @contextmanager

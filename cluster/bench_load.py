@@ -31,6 +31,16 @@ class LoadResult:
     """In the order of the requests."""
     duration_seconds: float
     """From the first request to the end of the last."""
+    num_cut_off: int = 0
+    """Requests that were under way when the load was cancelled."""
+
+
+class LoadCancelledError(asyncio.CancelledError):
+    """Ends a load as any cancellation does; `result` is of the requests that had ended before."""
+
+    def __init__(self, result: LoadResult) -> None:
+        super().__init__(result)
+        self.result = result
 
 
 def send_times(
@@ -56,22 +66,43 @@ async def run_load(
     seed: int,
     on_end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> LoadResult:
-    """Send all requests; `on_end` is told of each as it ends."""
+    """Send all requests; `on_end` is told of each as it ends.
+
+    Raises LoadCancelledError when cancelled, after it has cut off what was under way.
+    """
+    num_sent = 0
     places = nullcontext() if pace.concurrency is None else asyncio.Semaphore(pace.concurrency)
 
     async def one(request: BenchRequest) -> Outcome:
+        nonlocal num_sent
         async with places:
+            num_sent += 1
             outcome = await client.ask(request)
         on_end(outcome)
         return outcome
 
     began = time.perf_counter()
     tasks = []
-    rng = np.random.default_rng(seed)
-    for request, at in zip(requests, send_times(requests, pace, rng), strict=True):
-        pause_seconds = began + at - time.perf_counter()
-        if pause_seconds > 0:
-            await asyncio.sleep(pause_seconds)
-        tasks.append(asyncio.create_task(one(request)))
-    outcomes = list(await asyncio.gather(*tasks))
+    times = send_times(requests, pace, np.random.default_rng(seed))
+    try:
+        for request, at in zip(requests, times, strict=True):
+            pause_seconds = began + at - time.perf_counter()
+            if pause_seconds > 0:
+                await asyncio.sleep(pause_seconds)
+            tasks.append(asyncio.create_task(one(request)))
+        outcomes = await asyncio.gather(*tasks)
+    except asyncio.CancelledError:
+        duration_seconds = time.perf_counter() - began
+        outcomes = await _cut_off(tasks)
+        raise LoadCancelledError(
+            LoadResult(outcomes, duration_seconds, num_sent - len(outcomes))
+        ) from None
     return LoadResult(outcomes, time.perf_counter() - began)
+
+
+async def _cut_off(tasks: Sequence[asyncio.Task[Outcome]]) -> list[Outcome]:
+    """What came of those that had ended before."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return [task.result() for task in tasks if not task.cancelled()]

@@ -99,6 +99,12 @@ Burstiness = Annotated[
         "clock.",
     ),
 ]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        rich_help_panel=_LOAD, help="After so many seconds without a byte an answer has failed."
+    ),
+]
 Warmup = Annotated[
     int,
     typer.Option(min=0, rich_help_panel=_LOAD, help="Requests before that count in no figure."),

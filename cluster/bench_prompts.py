@@ -34,6 +34,11 @@ class BenchRequest:
     arrival_seconds: float | None = None
     """When a trace says that it arrives; None: the load decides."""
 
+    @property
+    def num_token_ids(self) -> int | None:
+        """None for a text: its server knows how many tokens it is."""
+        return None if isinstance(self.prompt, str) else len(self.prompt)
+
 
 @dataclass(frozen=True, slots=True)
 class RandomPrompts:

@@ -39,6 +39,11 @@ class BenchResult:
 
     completed: int
     failed: int
+    cut_off: int
+    """Neither: they were under way when the load was ended early."""
+    without_usage: int
+    """Completed, but not counted by the server: as prompt tokens count the token ids that were
+    sent, and none of a text, as output tokens the pieces of the stream."""
     duration_seconds: float
     prompt_tokens: int
     output_tokens: int
@@ -60,7 +65,7 @@ class BenchResult:
 def summarize(
     load: LoadResult, *, limits_ms: Mapping[str, float], percentiles: Sequence[float]
 ) -> BenchResult:
-    """`limits_ms` by a name of `LIMITED`. Failed requests count in no figure but `failed`."""
+    """`limits_ms` by a name of `LIMITED`. What failed or was cut off counts in no other figure."""
     good = [outcome for outcome in load.outcomes if outcome.error is None]
     seconds = load.duration_seconds
     prompt_tokens = sum(outcome.prompt_tokens or 0 for outcome in good)
@@ -75,6 +80,8 @@ def summarize(
     return BenchResult(
         completed=len(good),
         failed=len(load.outcomes) - len(good),
+        cut_off=load.num_cut_off,
+        without_usage=sum(outcome.output_tokens is None for outcome in good),
         duration_seconds=seconds,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
@@ -129,9 +136,11 @@ def _facts(result: BenchResult) -> list[tuple[str, str]]:
     facts = [
         ("requests answered in full", f"{result.completed:,}"),
         ("requests that failed", f"{result.failed:,}"),
+        *_if_any("requests that were cut off", result.cut_off),
         ("duration", f"{result.duration_seconds:.2f} s"),
         ("prompt tokens", f"{result.prompt_tokens:,}"),
         ("output tokens", f"{result.output_tokens:,}"),
+        *_if_any("answers without usage, so these are estimates", result.without_usage),
         ("requests per second", f"{result.requests_per_second:.2f}"),
         ("output tokens per second", f"{result.output_tokens_per_second:.2f}"),
         ("tokens per second, prompts too", f"{result.total_tokens_per_second:.2f}"),
@@ -139,12 +148,15 @@ def _facts(result: BenchResult) -> list[tuple[str, str]]:
     if result.goodput_requests_per_second is not None:
         goodput = f"{result.goodput_requests_per_second:.2f}"
         facts.append(("requests per second within the limits", goodput))
-    if result.cached_tokens:
-        facts.append(("prompt tokens found in the cache", f"{result.cached_tokens:,}"))
+    facts += _if_any("prompt tokens found in the cache", result.cached_tokens)
+    facts += _if_any("preemptions", result.preemptions)
     if result.preemptions:
-        facts.append(("preemptions", f"{result.preemptions:,}"))
         facts.append(("stalled by them, all together", f"{result.stalled_ms / 1e3:.2f} s"))
     return facts
+
+
+def _if_any(name: str, count: int) -> list[tuple[str, str]]:
+    return [(name, f"{count:,}")] if count else []
 
 
 def _latencies(result: BenchResult) -> Table:

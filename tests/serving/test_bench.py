@@ -1,10 +1,12 @@
 """`palimpsest bench` against a real HTTP server: what it counts is what was served."""
 
 import asyncio
+import itertools
 import json
+import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from cluster.bench_report import is_within, summarize
 from cluster.cli import main
 from tests.support.http_server import MODEL, HttpServer, http_server
 from tests.support.metrics import Scrape, scrape
+from tests.support.scripted_server import scripted_server, send_stream
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +59,7 @@ def test_counts_are_those_of_the_server(
     found = bench(monkeypatch, tmp_path, tight.url, *sizes, *shared)
     after = scrape(tight.url, MODEL)
     assert (found["completed"], found["failed"], found["errors"]) == (24, 0, {})
+    assert (found["cut_off"], found["without_usage"]) == (0, 0)
     assert found["prompt_tokens"] == 24 * 30
     assert found["output_tokens"] == 24 * 40
     # And one to warm up.
@@ -70,6 +74,26 @@ def test_counts_are_those_of_the_server(
     for name in ("ttft", "tpot", "itl", "e2e"):
         spread = found["latencies_ms"][name]["percentiles"]
         assert 0 <= spread["p50"] <= spread["p90"] <= spread["p99"], name
+    assert found["load"] == {
+        "endpoint": "completions",
+        "ignore_eos": True,
+        "temperature": 0,
+        "model": MODEL,
+        "num_requests": 24,
+        "requests_per_second": None,
+        "burstiness": 1,
+        "concurrency": 4,
+        "prompts": {
+            "input_tokens": 30,
+            "output_tokens": 40,
+            "vocab_size": 256,
+            "prefix_tokens": 20,
+            "num_prefixes": 1,
+            "spread": 0,
+        },
+        "seed": 0,
+        "limits_ms": {},
+    }
 
 
 def test_chats_from_a_file_end_where_the_model_ends(
@@ -82,6 +106,9 @@ def test_chats_from_a_file_end_where_the_model_ends(
     arguments = ("--endpoint", "chat", "--file", str(path), "-n", "6", "--output-tokens", "90")
     found = bench(monkeypatch, tmp_path, server.url, *arguments, "--request-rate", "200")
     assert found["completed"] == 6
+    assert found["load"]["prompts"] == {"file": str(path), "output_tokens": 90}
+    assert found["load"]["requests_per_second"] == 200
+    assert (found["load"]["endpoint"], found["load"]["ignore_eos"]) == ("chat", False)
     assert found["output_tokens"] == 2 * sum(len(server.encode(text)) + 1 for text in texts)
 
 
@@ -96,6 +123,9 @@ def test_a_trace_is_played(
     assert (found["completed"], found["prompt_tokens"], found["output_tokens"]) == (4, 26, 10)
     assert found["goodput_requests_per_second"] == found["requests_per_second"]
     assert "tpot" in found["latencies_ms"]
+    assert found["load"]["num_requests"] == 4
+    assert found["load"]["limits_ms"] == {"ttft": 60_000}
+    assert found["load"]["prompts"] == {"trace": str(path), "speed": 1, "vocab_size": 200}
 
 
 def test_what_a_server_refuses_is_told(
@@ -119,6 +149,10 @@ def test_what_a_server_refuses_is_told(
         (["--goodput", "itl=5"], "with a NAME of ttft, tpot, e2e"),
         (["--percentiles", "50,101"], "numbers from 0 to 100"),
         (["--request-rate", "0"], "--request-rate is 0, but must be a number above 0"),
+        (["--timeout", "0"], "--timeout is 0, but must be a number above 0"),
+        (["--request-rate", "1", "--trace", "b"], "two sources of send times"),
+        (["--burstiness", "2"], "--burstiness is that of a --request-rate"),
+        (["--speed", "2"], "--speed is that of a --trace"),
         (["--prefix-tokens", "128"], "--prefix-tokens is 128, but must be below --input-tokens"),
         (["--file", "a", "--trace", "b"], "two sources of prompts"),
         (["--trace", "b", "--endpoint", "chat"], "which chats do not take"),
@@ -168,53 +202,108 @@ def test_one_token_keeps_within_any_time_per_token() -> None:
 
 # -- other servers ----------------------------------------------------------------------
 
+ONCE = ("--warmup", "0", "--model", "odd")
+PIECE = b': comment\r\n\r\ndata: {"choices": [{"text": "x"}]}\r\n\r\n'
+FAILURE = b'data: {"error": {"message": "out of luck"}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.fixture
+def unlucky() -> Iterator[str]:
+    """Every third stream breaks off, every third ends in an error, the others say no usage."""
+    ends = itertools.cycle([(DONE,), (FAILURE, DONE), ()])
+    with scripted_server(lambda got: send_stream(got, *[PIECE] * 4, *next(ends))) as url:
+        yield url
+
 
 def test_a_server_that_breaks_off_or_counts_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    unlucky: str,
 ) -> None:
-    """Every third stream breaks off, every third ends in an error, the others say no usage."""
-    url, stop = odd_server()
-    try:
-        arguments = ("-n", "9", "-c", "1", "--warmup", "0", "--model", "odd")
-        found = bench(monkeypatch, tmp_path, url, *arguments)
-    finally:
-        stop()
-    assert (found["completed"], found["failed"]) == (3, 6)
-    assert found["output_tokens"] == 3 * 4
+    found = bench(monkeypatch, tmp_path, unlucky, *ONCE, "-n", "9", "-c", "1")
+    assert (found["completed"], found["failed"], found["without_usage"]) == (3, 6, 3)
+    assert (found["prompt_tokens"], found["output_tokens"]) == (3 * 128, 3 * 4)
     assert found["errors"] == {"the stream broke off": 3, "out of luck": 3}
+    assert row(capsys.readouterr().out, "answers without usage, so these are estimates") == "3"
 
 
-def odd_server() -> tuple[str, Callable[[], None]]:
-    num_requests = 0
+def test_a_bar_counts_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], unlucky: str
+) -> None:
+    arguments = ("--url", unlucky, *ONCE, "-n", "3", "-c", "1")
+    assert run(monkeypatch, *arguments) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert run(monkeypatch, *arguments) == 0
+    shown = capsys.readouterr().err
+    assert "3/3" in shown
+    assert "2 failed" in shown
 
-    async def answer(request: web.Request) -> web.StreamResponse:
-        nonlocal num_requests
-        kind, num_requests = num_requests % 3, num_requests + 1
-        await request.read()
-        stream = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await stream.prepare(request)
-        for _ in range(4):
-            await stream.write(b': comment\r\n\r\ndata: {"choices": [{"text": "x"}]}\r\n\r\n')
-        if kind == 0:
-            await stream.write(b"data: [DONE]\n\n")
-        elif kind == 1:
-            await stream.write(b'data: {"error": {"message": "out of luck"}}\n\ndata: [DONE]\n\n')
-        return stream
 
-    loop = asyncio.new_event_loop()
-    app = web.Application()
-    app.router.add_post("/v1/completions", answer)
-    runner = web.AppRunner(app)
-    loop.run_until_complete(runner.setup())
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    loop.run_until_complete(site.start())
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
+def test_a_server_that_hangs_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before its first byte, or after some."""
+    hangs = itertools.cycle([(), (PIECE,)])
 
-    def stop() -> None:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+    async def hang(request: web.BaseRequest) -> web.StreamResponse:
+        pieces = next(hangs)
+        if pieces:
+            await send_stream(request, *pieces)
+        return await asyncio.Future()
 
-    return f"http://127.0.0.1:{runner.addresses[0][1]}", stop
+    with scripted_server(hang) as url:
+        assert run(monkeypatch, "--url", url, *ONCE, "-n", "2", "--timeout", "0.2") == 2
+    told = capsys.readouterr()
+    assert "2 x no byte came for 0.2 s" in told.out
+    assert "Not one request" in told.err
+
+
+@pytest.mark.parametrize("is_trace", [False, True])
+def test_an_interrupted_load_tells_what_it_has_seen(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    is_trace: bool,
+) -> None:
+    """The fourth and the fifth request hang, and then Ctrl-C is pressed. The others wait for a
+    place, or in a trace for their time."""
+    trace = tmp_path / "trace.jsonl"
+    lengths = {"prompt_tokens": 5, "output_tokens": 5}
+    rows = [lengths | {"arrival_seconds": seconds} for seconds in [0] * 5 + [3600] * 4]
+    trace.write_text("\n".join(json.dumps(row) for row in rows))
+    numbers = itertools.count(1)
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        number = next(numbers)
+        if number <= 3:
+            return await send_stream(request, PIECE, DONE)
+        if number == 5:
+            signal.pthread_kill(main_thread, signal.SIGINT)
+        return await asyncio.Future()
+
+    figures = tmp_path / "figures.json"
+    arguments = [*ONCE, "-n", "9", "-c", "2", "--json", str(figures)]
+    arguments += ["--trace", str(trace)] if is_trace else []
+    # It is ignored where the tests themselves run in the background of a shell.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with scripted_server(answer) as url:
+            assert run(monkeypatch, "--url", url, *arguments) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    found = json.loads(figures.read_text())
+    assert (found["completed"], found["failed"], found["cut_off"]) == (3, 0, 2)
+    assert found["load"]["num_requests"] == 9
+    assert row(capsys.readouterr().out, "requests that were cut off") == "2"
+
+
+def row(printed: str, name: str) -> str:
+    """The value beside this name in the table."""
+    (line,) = (line for line in printed.splitlines() if line.strip().startswith(name))
+    return line.strip().removeprefix(name).strip()
