@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 MAX_MESSAGE_CHARACTERS = 1000
 _MAX_SHOWN_CHARACTERS = 40
+_MAX_PARAM_CHARACTERS = 200
 
 
 class ApiError(Exception):
@@ -30,7 +31,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.message = message[:MAX_MESSAGE_CHARACTERS]
-        self.param = param
+        self.param = None if param is None else param[:_MAX_PARAM_CHARACTERS]
         self.code = code
         self.retry_after_seconds = retry_after_seconds
 
@@ -133,6 +134,13 @@ def from_validation(details: Sequence[Mapping[str, Any]]) -> InvalidRequestError
     Numbers that were sent are shown, texts are not: they may be long, or private.
     """
     detail = details[0]
+    if detail["type"] == "json_invalid":
+        position, problem = detail["loc"][-1], detail["ctx"]["error"]
+        return InvalidRequestError(
+            f"The request body is no valid JSON: {problem}, at character {position}."
+        )
+    if isinstance(detail.get("input"), bytes):
+        return InvalidRequestError("The request needs the header Content-Type: application/json.")
     path = [part for part in detail["loc"] if not _is_internal(part)]
     param = ".".join(map(str, path)) or None
     problem = _problem(str(detail["type"]), detail)
@@ -154,8 +162,6 @@ def _problem(kind: str, detail: Mapping[str, Any]) -> str:
     match kind:
         case "missing":
             return "is missing"
-        case "json_invalid":
-            return f"body is no valid JSON ({context.get('error', 'it cannot be read')})"
         case "greater_than_equal":
             return f"must be at least {context['ge']}{shown}"
         case "greater_than":
@@ -188,6 +194,11 @@ def _show(value: object) -> str:
 def from_status(status: int, detail: str, path: str) -> ApiError:
     """What the web framework refuses on its own."""
     match status:
+        case 400:  # of a body; all else that is wrong in one is told by `from_validation`
+            return InvalidRequestError(
+                "The request body cannot be read: it must be JSON in UTF-8, without numbers of "
+                "thousands of digits, and nested at most some hundred levels deep."
+            )
         case 404:
             return NotFoundError(f"There is nothing at {path[:100]}.")
         case 405:

@@ -204,7 +204,7 @@ class Frontend:
                 param="continue_final_message",
             )
         texts = [_text_of(message, place) for place, message in enumerate(messages)]
-        check_size([text for text in texts if text is not None], "messages")
+        check_size(texts, "messages")
         rendered = [
             message.model_dump(exclude_unset=True) | {"content": text}
             for message, text in zip(messages, texts, strict=True)
@@ -244,14 +244,14 @@ def _prompt_parts(request: CompletionRequest) -> tuple[list[str], list[list[int]
     return [], prompt
 
 
-def _text_of(message: ChatMessage, place: int) -> str | None:
+def _text_of(message: ChatMessage, place: int) -> str:
     """The text of a message in one piece, which is what chat templates expect. Only a message of
-    the model's own may have none."""
+    the model's own may lack one, and has an empty one then."""
     param = f"messages.{place}.content"
     if message.content is None and message.role != "assistant":
         raise InvalidRequestError(f"{param} is missing.", param=param)
     if not isinstance(message.content, list):
-        return message.content
+        return message.content or ""
     texts = []
     for part in message.content:
         if part.type != "text" or part.text is None:

@@ -4,7 +4,7 @@ Fields that are not listed are ignored, and so is null. What depends on the mode
 its context length) is checked by `cluster.sampling`.
 """
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -56,6 +56,12 @@ ShortText: TypeAlias = Annotated[
 ]
 
 
+T = TypeVar("T")
+ListOf: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
+"""The client is told of one complaint; to collect a million would keep everybody for half a
+minute."""
+
+
 def _list_kind(value: object, of_text: str, otherwise: str) -> str:
     return of_text if isinstance(value, str) else otherwise
 
@@ -69,24 +75,35 @@ def _prompt_kind(value: object) -> str:
     return "#texts" if isinstance(value, list) else "#text"
 
 
-TokenIds: TypeAlias = Annotated[list[int], Field(min_length=1, max_length=MAX_PROMPT_TOKEN_IDS)]
+TokenIds: TypeAlias = Annotated[ListOf[int], Field(min_length=1, max_length=MAX_PROMPT_TOKEN_IDS)]
 Several = Field(min_length=1, max_length=MAX_SEQUENCES)
 Prompt: TypeAlias = Annotated[
     Annotated[Text, Tag("#text")]
-    | Annotated[list[Text], Several, Tag("#texts")]
+    | Annotated[ListOf[Text], Several, Tag("#texts")]
     | Annotated[TokenIds, Tag("#token ids")]
-    | Annotated[list[TokenIds], Several, Tag("#token id lists")],
+    | Annotated[ListOf[TokenIds], Several, Tag("#token id lists")],
     Discriminator(_prompt_kind),
 ]
 
-ListedTokenIds: TypeAlias = Annotated[list[int], Field(max_length=MAX_LISTED_TOKEN_IDS)]
+ListedTokenIds: TypeAlias = Annotated[ListOf[int], Field(max_length=MAX_LISTED_TOKEN_IDS)]
 BadWord: TypeAlias = Annotated[ShortText, Field(min_length=1)]
 StopText: TypeAlias = Annotated[Text, Field(min_length=1)]
 Stop: TypeAlias = Annotated[
     Annotated[StopText, Tag("#text")]
-    | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("#texts")],
+    | Annotated[ListOf[StopText], Field(max_length=MAX_STOPS), Tag("#texts")],
     Discriminator(lambda value: _list_kind(value, "#text", "#texts")),
 ]
+
+
+def _few_biases(value: object) -> object:
+    """Before their values are looked at."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise PydanticCustomError("too_long", "too many", {"max_length": MAX_BIASES})
+    return value
+
+
+Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100)]
+Biases: TypeAlias = Annotated[dict[str, Bias], BeforeValidator(_few_biases)]
 
 
 class StreamOptions(ApiModel):
@@ -110,10 +127,7 @@ class GenerationRequest(ApiModel):
     top_p: float | None = Field(None, gt=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: (
-        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)]
-        | None
-    ) = None
+    logit_bias: Biases | None = None
     """Token id (as a text, because JSON has no other keys) to what is added to its logit."""
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
     stop: Stop | None = None
@@ -127,7 +141,7 @@ class GenerationRequest(ApiModel):
     stop_token_ids: ListedTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    bad_words: Annotated[ListOf[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     """Words whose token sequences are never completed. Other tokens may still spell them."""
     allowed_token_ids: Annotated[ListedTokenIds, Field(min_length=1)] | None = None
     priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31)
@@ -202,7 +216,7 @@ class ChatMessage(ApiModel):
     role: ShortText
     content: (
         Annotated[
-            Annotated[Text, Tag("#text")] | Annotated[list[TextPart], Tag("#parts")],
+            Annotated[Text, Tag("#text")] | Annotated[ListOf[TextPart], Tag("#parts")],
             Discriminator(_content_kind),
         ]
         | None
@@ -224,7 +238,7 @@ def _few_parts(value: object) -> object:
 
 
 Messages: TypeAlias = Annotated[
-    list[ChatMessage],
+    ListOf[ChatMessage],
     Field(min_length=1, max_length=MAX_MESSAGES),
     BeforeValidator(_few_parts),
 ]
@@ -256,6 +270,8 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
+    echo: bool | None = None
+    """For completions only."""
     function_call: Any = None
     functions: Any = None
     tool_choice: Any = None
@@ -289,13 +305,13 @@ class DetokenizeRequest(ApiModel):
     """Body of `POST /detokenize`."""
 
     model: Text | None = None
-    tokens: Annotated[list[int], Field(max_length=MAX_PROMPT_TOKEN_IDS)]
+    tokens: Annotated[ListOf[int], Field(max_length=MAX_PROMPT_TOKEN_IDS)]
 
 
 class AbortRequest(ApiModel):
     """Body of `POST /abort`."""
 
-    request_ids: Annotated[list[ShortText], Field(min_length=1, max_length=MAX_ABORTS)]
+    request_ids: Annotated[ListOf[ShortText], Field(min_length=1, max_length=MAX_ABORTS)]
 
 
 ApiRequest: TypeAlias = CompletionRequest | ChatCompletionRequest

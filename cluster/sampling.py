@@ -120,6 +120,8 @@ def _check_chat(request: ChatCompletionRequest) -> None:
             f"top_logprobs is {request.top_logprobs}, which goes with logprobs: true only.",
             param="top_logprobs",
         )
+    if request.echo:
+        raise InvalidRequestError("echo goes with completions only, not with chats.", param="echo")
 
 
 def sampling_params(

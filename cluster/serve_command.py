@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import signal
 import threading
 import time
@@ -112,6 +113,7 @@ def serve(
     given += [f"server.log_level={log_level}"] if log_level is not None else []
     config = load(config_file, given).config
     check(config)  # what is wrong everywhere is told before anything starts
+    _check_route_prefix(route_prefix)
     if address is not None and clusters_at(address) != [address]:
         raise CommandError(
             "The Ray cluster of this machine belongs to a `palimpsest serve` and ends with it: "
@@ -120,6 +122,15 @@ def serve(
     plan = _Plan(config, name, route_prefix, address, shows_logs=log_level is not None)
     with contextlib.suppress(KeyboardInterrupt), _interrupts():
         _run(plan, Progress())
+
+
+def _check_route_prefix(prefix: str) -> None:
+    """Raises CommandError for what Serve would refuse once all has started."""
+    if prefix != "/" and not re.fullmatch(r"/[^{}]*[^{}/]", prefix):
+        raise CommandError(
+            f"--route-prefix {prefix!r} must begin with a slash, not end with one, and hold no "
+            "braces, as /models/small does."
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+from cluster.errors import CommandError
+from cluster.serve_command import serve
 from cluster.supervisor import existing_supervisors
 from scheduler.messages import SamplingParams
 from tests.support.commands import COMMAND, palimpsest
@@ -60,3 +64,9 @@ def test_without_a_cluster_the_sentence_says_what_to_do() -> None:
     assert asked.returncode == 2
     assert "There is no Ray cluster to join at 127.0.0.1:1" in asked.stderr
     assert "Traceback" not in asked.stderr
+
+
+@pytest.mark.parametrize("prefix", ["foo", "/foo/", "/a{b}", ""])
+def test_a_route_prefix_that_is_none_is_refused_before_anything_starts(prefix: str) -> None:
+    with pytest.raises(CommandError, match="must begin with a slash"):
+        serve(route_prefix=prefix)

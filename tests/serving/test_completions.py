@@ -224,6 +224,17 @@ def test_a_salt_keeps_prefixes_apart(http: httpx.Client, path: str) -> None:
     assert texts_of(answers[0]) == texts_of(answers[1]) == texts_of(answers[2])
 
 
+def test_a_message_of_the_model_may_lack_a_text(http: httpx.Client) -> None:
+    """One that called a tool has none, and chat templates add texts to each other."""
+    user = {"role": "user", "content": "one two"}
+    answers = [
+        whole(http, CHAT, {"messages": [user, {"role": "assistant", "content": content}, user]})
+        for content in (None, "")
+    ]
+    prompts = [answer["usage"]["prompt_tokens"] for answer in answers]
+    assert prompts[0] == prompts[1]
+
+
 def test_content_in_parts(http: httpx.Client) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     body = {"messages": [{"role": "user", "content": parts}], "temperature": 0}

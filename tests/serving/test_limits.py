@@ -188,6 +188,7 @@ LIMITS = [
         "reads text only",
         ON_CHAT,
     ),
+    Limit({"echo": True}, "echo", "completions only", ON_CHAT),
     Limit({"chat_template_kwargs": {"messages": []}}, "messages", "may not set messages", ON_CHAT),
     Limit(
         {"continue_final_message": True, "add_generation_prompt": True},
@@ -256,40 +257,50 @@ def test_neutral_and_unknown_fields_are_no_error(
         assert answer.status_code == 200, answer.text
 
 
+JSON_HEADERS = {"content-type": "application/json"}
+
+
 @pytest.mark.parametrize(
-    ("content", "headers", "words"),
+    ("content", "param", "words"),
     [
-        (b"{", {"content-type": "application/json"}, "no valid JSON"),
-        (b"", {"content-type": "application/json"}, "is missing"),
-        (b'{"prompt": "x"}', {"content-type": "text/plain"}, "an object"),
-        (b"[1]", {"content-type": "application/json"}, "an object"),
-        (b'{"prompt": "\\ud800"}', {"content-type": "application/json"}, "surrogate"),
-        (
-            b'{"prompt": "x", "cache_salt": "\\ud800"}',
-            {"content-type": "application/json"},
-            "surrogate",
-        ),
-        (
-            b'{"prompt": "x", "model": "\\ud800"}',
-            {"content-type": "application/json"},
-            "surrogate",
-        ),
-        (b'{"prompt": "x", "temperature": NaN}', {"content-type": "application/json"}, "number"),
+        (b'{"prompt": "a"', None, "is no valid JSON: Expecting ',' delimiter, at character 14."),
+        (b'{"prompt": "\xff"}', None, "it must be JSON in UTF-8"),
+        (b'{"prompt": ' + b"[" * 5000, None, "nested at most some hundred levels deep"),
+        (b"", None, "is missing"),
+        (b"[1]", None, "an object"),
+        (b'{"prompt": "\\ud800"}', "prompt", "surrogate"),
+        (b'{"prompt": "x", "cache_salt": "\\ud800"}', "cache_salt", "surrogate"),
+        (b'{"prompt": "x", "model": "\\ud800"}', "model", "surrogate"),
+        (b'{"prompt": "x", "temperature": NaN}', "temperature", "number"),
     ],
 )
 def test_bodies_that_are_none(
-    http: httpx.Client, content: bytes, headers: dict[str, str], words: str
+    http: httpx.Client, content: bytes, param: str | None, words: str
 ) -> None:
-    for path in (COMPLETIONS, CHAT):
-        answer = http.post(path, content=content, headers=headers)
-        assert answer.status_code == 400, answer.text
-    answer = http.post(COMPLETIONS, content=content, headers=headers)
-    assert words in answer.json()["error"]["message"]
+    assert http.post(CHAT, content=content, headers=JSON_HEADERS).status_code == 400
+    answer = http.post(COMPLETIONS, content=content, headers=JSON_HEADERS)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], words in error["message"]) == (param, True), error
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_json_that_is_not_called_so(http: httpx.Client, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    answer = http.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
+    assert answer.status_code == 400
+    assert "the header Content-Type: application/json" in answer.json()["error"]["message"]
+
+
+def test_the_name_of_a_field_is_not_sent_back_at_any_length(http: httpx.Client) -> None:
+    answer = http.post(COMPLETIONS, json={"prompt": "x", "logit_bias": {"k" * 1_000_000: "x"}})
+    assert answer.status_code == 400
+    assert len(answer.content) < 2000
 
 
 def test_a_message_that_is_no_text(http: httpx.Client) -> None:
     content = b'{"messages": [{"role": "user", "content": "\\udc00", "name": "\\ud800"}]}'
-    answer = http.post(CHAT, content=content, headers={"content-type": "application/json"})
+    answer = http.post(CHAT, content=content, headers=JSON_HEADERS)
     assert answer.status_code == 400
     assert "surrogate" in answer.json()["error"]["message"]
 
