@@ -1,7 +1,7 @@
 """A rank from start to step: device, weights, cache, and one executor per epoch.
 
     load     weights, once; needs no other rank
-    join     meet the others of an epoch, agree on the number of blocks, start empty
+    join     meet the others of an epoch, agree on the number of blocks, warm up, start empty
     execute  plans, until the epoch ends
 
 Weights and cache memory outlive an epoch: a rank that survives the death of another joins the
@@ -10,6 +10,7 @@ next epoch without loading anything.
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from worker.executor import Executor, Shard
 from worker.kv_cache import CacheSize, KVCache, block_bytes, cache_dtype
 from worker.models.base import Communicator, Decoder, Solo
 from worker.models.registry import load_decoder
+from worker.warm_up import warm_up_plans
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +150,12 @@ class Rank:
             # What a newcomer can hold may be less; this rank's memory stays as it is.
             num_blocks = control.minimum(self._shard.cache.size.num_blocks)
         self._seat.group = group.tensor
-        self._executor = Executor(self._shard, group, epoch=epoch, num_blocks=num_blocks)
+        new_executor = partial(Executor, self._shard, group, epoch=epoch, num_blocks=num_blocks)
+        if self._compiles:
+            warming_up, size = new_executor(), CacheSize(num_blocks, cache.block_size)
+            for plan in warm_up_plans(epoch, size, num_stages=group.num_stages):
+                warming_up.execute(plan)
+        self._executor = new_executor()
         return RankReport(
             rank=self._rank,
             num_blocks=num_blocks,
@@ -182,6 +189,12 @@ class Rank:
         if self._group is not None:
             self._group.close()
             self._group = None
+
+    @property
+    def _compiles(self) -> bool:
+        """Kernels are compiled when they are first called, which takes seconds. Those for CPUs are
+        built before."""
+        return self._device.type == "cuda"
 
     def _loaded(self) -> Decoder:
         if self._decoder is None:
