@@ -1,6 +1,7 @@
 """`palimpsest bench`: put load on any OpenAI server, and see what its clients would see."""
 
 import asyncio
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -90,6 +91,7 @@ def bench(
     TTFT is the time to the first token, TPOT the time per output token after it, ITL the time
     between two pieces of a stream (a preemption is one long ITL), E2E that of the whole request.
 
+    The exit code is 0 when no request failed, 1 when any did, 2 when the load could not begin.
     Ctrl-C cuts off what is under way and tells the figures of what has been answered; the exit
     code is then 130.
 
@@ -119,9 +121,9 @@ def bench(
     fields: dict[str, Any] = {"temperature": temperature}
     if ignore_eos or (ignore_eos is None and file is None):
         fields["ignore_eos"] = True
-    target = _Target(url.rstrip("/"), endpoint, model, read_key(api_key_file), fields, timeout)
+    target = _Target(url, endpoint, model, read_key(api_key_file), fields, timeout)
     requests = source.requests(num_requests + warmup)
-    first, requests = requests[num_requests:], requests[:num_requests]
+    first, requests = requests[num_requests:] or requests[:warmup], requests[:num_requests]
     model, load = asyncio.run(_run(target, first, requests, pace, seed))
     result = summarize(load, limits_ms=limits_ms, percentiles=cuts)
     print_result(result, Console())
@@ -137,8 +139,8 @@ def bench(
         write_figures(as_json, {"url": target.url, "load": asked, **result.as_json()})
     if len(load.outcomes) < len(requests):
         raise typer.Exit(_INTERRUPTED)
-    if not result.completed:
-        raise CommandError("Not one request was answered in full; the errors are above.")
+    if result.failed:
+        raise typer.Exit(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,18 @@ class _Source:
                 f"--prefix-tokens is {wanted.prefix_tokens}, but must be below --input-tokens, "
                 f"which is {wanted.input_tokens}."
             )
+        self._check_unused()
+
+    def _check_unused(self) -> None:
+        """Raises CommandError."""
+        used = self.as_json()["prompts"]
+        options = inspect.signature(bench).parameters
+        for name, value in asdict(self.made_up).items():
+            if name not in used and value != options[name].default:
+                option = f"--{name.replace('_', '-')}"
+                raise CommandError(
+                    f"{option} is that of made-up prompts: leave it out, or --file or --trace."
+                )
 
 
 def _pace(

@@ -1,6 +1,7 @@
 """The options of `palimpsest bench`, which `palimpsest chaos` shares, and the files they name."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -11,8 +12,30 @@ from cluster.errors import CommandError
 BenchEndpoint: TypeAlias = Literal["completions", "chat"]
 
 _PROMPTS, _LOAD, _OUTPUT = "What is asked", "How it is sent", "What is told"
+_MAX_TOKENS = 1 << 24
+"""Longer than any context there is."""
+_MAX_VOCAB_SIZE = (1 << 31) - 1
+"""Token ids have 32 bits with a sign."""
 
-Url = Annotated[str, typer.Option(help="The server, without /v1.")]
+
+def _server(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _check_writable(path: Path | None) -> Path | None:
+    """Before the load, whose figures would be lost. Raises CommandError."""
+    if path is not None:
+        place = path if path.exists() else path.parent
+        if path.is_dir() or not os.access(place, os.W_OK):
+            raise CommandError(
+                f"Cannot write the figures to {path}: is {place} there, and may it be written?"
+            )
+    return path
+
+
+Url = Annotated[
+    str, typer.Option(callback=_server, help="The server; it may end in /v1, as a base_url does.")
+]
 Model = Annotated[str | None, typer.Option(help="Unset: the first one that the server names.")]
 Endpoint = Annotated[BenchEndpoint, typer.Option(help="Which of the two that generate.")]
 ApiKeyFile = Annotated[
@@ -25,11 +48,17 @@ NumRequests = Annotated[
 InputTokens = Annotated[
     int,
     typer.Option(
-        min=1, rich_help_panel=_PROMPTS, help="Length of made-up prompts, shared part included."
+        min=1,
+        max=_MAX_TOKENS,
+        rich_help_panel=_PROMPTS,
+        help="Length of made-up prompts, shared part included.",
     ),
 ]
 OutputTokens = Annotated[
-    int, typer.Option(min=1, rich_help_panel=_PROMPTS, help="The most that is answered.")
+    int,
+    typer.Option(
+        min=1, max=_MAX_TOKENS, rich_help_panel=_PROMPTS, help="The most that is answered."
+    ),
 ]
 Spread = Annotated[
     float,
@@ -47,7 +76,10 @@ NumPrefixes = Annotated[
 VocabSize = Annotated[
     int,
     typer.Option(
-        min=2, rich_help_panel=_PROMPTS, help="Made-up prompts have token ids below this."
+        min=2,
+        max=_MAX_VOCAB_SIZE,
+        rich_help_panel=_PROMPTS,
+        help="Made-up prompts have token ids below this.",
     ),
 ]
 PromptFile = Annotated[
@@ -107,7 +139,12 @@ Timeout = Annotated[
 ]
 Warmup = Annotated[
     int,
-    typer.Option(min=0, rich_help_panel=_LOAD, help="Requests before that count in no figure."),
+    typer.Option(
+        min=0,
+        rich_help_panel=_LOAD,
+        help="Requests before that count in no figure. A trace that has no more repeats its first "
+        "ones.",
+    ),
 ]
 
 Goodput = Annotated[
@@ -121,7 +158,13 @@ Goodput = Annotated[
 Percentiles = Annotated[str, typer.Option(rich_help_panel=_OUTPUT, help="Of all latencies.")]
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", rich_help_panel=_OUTPUT, help="Write the figures here."),
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        callback=_check_writable,
+        rich_help_panel=_OUTPUT,
+        help="Write the figures here.",
+    ),
 ]
 
 
@@ -129,10 +172,19 @@ def read_key(path: Path | None) -> str | None:
     """Raises CommandError."""
     if path is None:
         return None
+    key = read_text(path, "key").strip()
+    if not key.isprintable():
+        raise CommandError(f"The key in {path} must be one line without control characters.")
+    return key
+
+
+def read_text(path: Path, content: str) -> str:
+    """Without a byte order mark, and with newlines alone. Raises CommandError."""
     try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise CommandError(f"Cannot read the key in {path}: {error.strerror}.") from error
+        return path.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        raise CommandError(f"Cannot read the {content} in {path}: {reason}.") from error
 
 
 def write_figures(path: Path, content: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from cluster.bench_options import BenchEndpoint
+from cluster.bench_options import BenchEndpoint, read_text
 from cluster.errors import CommandError
 from cluster.traces import read_trace
 from scheduler.messages import unpack_token_ids
@@ -108,11 +108,8 @@ def file_requests(path: Path, num_requests: int, max_tokens: int) -> list[BenchR
     A line is a text, or in a file that begins with `{` an object with the text under `prompt`,
     `text`, `question` or `turns` (the first of them). Raises CommandError.
     """
-    try:
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
-        raise CommandError(f"Cannot read the prompts in {path}: {reason}.") from error
+    # splitlines() would also split at what JSON allows within a text, as U+2028.
+    lines = [line for line in read_text(path, "prompts").split("\n") if line.strip()]
     if not lines:
         raise CommandError(f"The file {path} holds no prompt.")
     texts = list(_texts_of(path, lines)) if lines[0].lstrip().startswith("{") else lines
@@ -122,16 +119,23 @@ def file_requests(path: Path, num_requests: int, max_tokens: int) -> list[BenchR
 def _texts_of(path: Path, lines: Sequence[str]) -> Iterator[str]:
     for number, line in enumerate(lines, 1):
         try:
-            row: Any = json.loads(line)
+            yield _text_of(json.loads(line))
         except ValueError as error:
-            raise CommandError(f"{path}, prompt {number}: this is no JSON: {error}.") from error
-        text = None
-        if isinstance(row, dict):
-            turns = row.get("turns") or [None]
-            text = row.get("prompt") or row.get("text") or row.get("question") or turns[0]
-        if not isinstance(text, str):
             raise CommandError(
-                f"{path}, prompt {number}: an object with a text under `prompt`, `text`, "
-                f"`question` or `turns` is expected."
-            )
-        yield text
+                f"{path}, prompt {number}: this is no JSON with a text to ask: {error}."
+            ) from error
+
+
+def _text_of(row: Any) -> str:
+    """Raises ValueError."""
+    text = None
+    if isinstance(row, dict):
+        turns = row.get("turns")
+        first_turn = turns[0] if turns and isinstance(turns, list) else None
+        text = row.get("prompt") or row.get("text") or row.get("question") or first_turn
+    if not isinstance(text, str):
+        raise ValueError(
+            "it must be an object with one under `prompt`, `text`, `question` or `turns`"
+        )
+    text.encode()  # fails for half of a surrogate pair, which JSON can say and UTF-8 cannot
+    return text

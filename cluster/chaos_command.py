@@ -109,7 +109,7 @@ def chaos(
     strikes = schedule(kills or (), stalls or ())
     source = _prompts(endpoint, file, input_tokens, output_tokens, vocab_size, num_prompts, seed)
     target = _Target(
-        url.rstrip("/"),
+        url,
         model,
         endpoint,
         read_key(api_key_file),

@@ -38,10 +38,14 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def bench(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str, *arguments: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    url: str,
+    *arguments: str,
+    exit_code: int = 0,
 ) -> dict[str, Any]:
     figures = tmp_path / "figures.json"
-    assert run(monkeypatch, "--url", url, "--json", str(figures), *arguments) == 0
+    assert run(monkeypatch, "--url", url, "--json", str(figures), *arguments) == exit_code
     found: dict[str, Any] = json.loads(figures.read_text())
     return found
 
@@ -104,8 +108,9 @@ def test_chats_from_a_file_end_where_the_model_ends(
     path = tmp_path / "prompts"
     path.write_text("\n".join(texts))
     arguments = ("--endpoint", "chat", "--file", str(path), "-n", "6", "--output-tokens", "90")
-    found = bench(monkeypatch, tmp_path, server.url, *arguments, "--request-rate", "200")
-    assert found["completed"] == 6
+    base_url = f"{server.url}/v1/"
+    found = bench(monkeypatch, tmp_path, base_url, *arguments, "--request-rate", "200")
+    assert (found["url"], found["completed"]) == (server.url, 6)
     assert found["load"]["prompts"] == {"file": str(path), "output_tokens": 90}
     assert found["load"]["requests_per_second"] == 200
     assert (found["load"]["endpoint"], found["load"]["ignore_eos"]) == ("chat", False)
@@ -115,11 +120,14 @@ def test_chats_from_a_file_end_where_the_model_ends(
 def test_a_trace_is_played(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: HttpServer
 ) -> None:
+    """Its first request is also the one to warm up, as it has no more than are asked for."""
     rows = [{"prompt_tokens": 5 + i, "output_tokens": 1 + i} for i in range(4)]
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(json.dumps(row | {"arrival_seconds": 0.02}) for row in rows))
-    arguments = ("--trace", str(path), "-n", "9", "--vocab-size", "200", "--warmup", "0")
+    before = scrape(server.url, MODEL)
+    arguments = ("--trace", str(path), "-n", "4", "--vocab-size", "200")
     found = bench(monkeypatch, tmp_path, server.url, *arguments, "--goodput", "ttft=60000")
+    assert grown(scrape(server.url, MODEL), before, "prompt_tokens_total") == 26 + 5
     assert (found["completed"], found["prompt_tokens"], found["output_tokens"]) == (4, 26, 10)
     assert found["goodput_requests_per_second"] == found["requests_per_second"]
     assert "tpot" in found["latencies_ms"]
@@ -129,16 +137,19 @@ def test_a_trace_is_played(
 
 
 def test_what_a_server_refuses_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], server: HttpServer
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    server: HttpServer,
 ) -> None:
     """The first request fails with the server's own words, before the long wait."""
     arguments = ("--url", server.url, "--input-tokens", "5000", "--vocab-size", "200")
-    assert run(monkeypatch, *arguments) == 2
+    figures = tmp_path / "figures.json"
+    assert run(monkeypatch, *arguments, "--json", str(figures)) == 2
     assert "maximum context length is 2048" in capsys.readouterr().err
-    assert run(monkeypatch, *arguments, "--warmup", "0", "-n", "3") == 2
-    told = capsys.readouterr()
-    assert "3 x HTTP 400" in told.out
-    assert "Not one request" in told.err
+    assert not figures.exists()
+    assert run(monkeypatch, *arguments, "--warmup", "0", "-n", "3") == 1
+    assert "3 x HTTP 400" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -157,6 +168,11 @@ def test_what_a_server_refuses_is_told(
         (["--file", "a", "--trace", "b"], "two sources of prompts"),
         (["--trace", "b", "--endpoint", "chat"], "which chats do not take"),
         (["--file", "missing"], "Cannot read the prompts in missing"),
+        (["--file", "a", "--spread", "0.5"], "--spread is that of made-up prompts"),
+        (["--trace", "b", "--output-tokens", "5"], "--output-tokens is that of made-up prompts"),
+        (["--output-tokens", f"{10**20}"], "Invalid value for '--output-tokens'"),
+        (["--vocab-size", f"{1 << 31}"], "Invalid value for '--vocab-size'"),
+        (["--json", "/nope/x"], "Cannot write the figures to /nope/x: is /nope there"),
     ],
 )
 def test_mistakes_are_told_in_one_sentence(
@@ -169,6 +185,22 @@ def test_mistakes_are_told_in_one_sentence(
     told = capsys.readouterr().err
     assert message in told
     assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("key", "message"), [(b"\xff", "it is no UTF-8 text"), (b"a\nb\n", "must be one line")]
+)
+def test_a_key_must_fit_into_a_header(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    key: bytes,
+    message: str,
+) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(key)
+    assert run(monkeypatch, "--api-key-file", str(path)) == 2
+    assert message in capsys.readouterr().err
 
 
 # -- figures ----------------------------------------------------------------------------
@@ -222,7 +254,7 @@ def test_a_server_that_breaks_off_or_counts_nothing(
     capsys: pytest.CaptureFixture[str],
     unlucky: str,
 ) -> None:
-    found = bench(monkeypatch, tmp_path, unlucky, *ONCE, "-n", "9", "-c", "1")
+    found = bench(monkeypatch, tmp_path, unlucky, *ONCE, "-n", "9", "-c", "1", exit_code=1)
     assert (found["completed"], found["failed"], found["without_usage"]) == (3, 6, 3)
     assert (found["prompt_tokens"], found["output_tokens"]) == (3 * 128, 3 * 4)
     assert found["errors"] == {"the stream broke off": 3, "out of luck": 3}
@@ -233,11 +265,11 @@ def test_a_bar_counts_on_a_terminal_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], unlucky: str
 ) -> None:
     arguments = ("--url", unlucky, *ONCE, "-n", "3", "-c", "1")
-    assert run(monkeypatch, *arguments) == 0
+    assert run(monkeypatch, *arguments) == 1
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert run(monkeypatch, *arguments) == 0
+    assert run(monkeypatch, *arguments) == 1
     shown = capsys.readouterr().err
     assert "3/3" in shown
     assert "2 failed" in shown
@@ -256,10 +288,8 @@ def test_a_server_that_hangs_fails(
         return await asyncio.Future()
 
     with scripted_server(hang) as url:
-        assert run(monkeypatch, "--url", url, *ONCE, "-n", "2", "--timeout", "0.2") == 2
-    told = capsys.readouterr()
-    assert "2 x no byte came for 0.2 s" in told.out
-    assert "Not one request" in told.err
+        assert run(monkeypatch, "--url", url, *ONCE, "-n", "2", "--timeout", "0.2") == 1
+    assert "2 x no byte came for 0.2 s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("is_trace", [False, True])

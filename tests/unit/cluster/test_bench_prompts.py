@@ -71,6 +71,9 @@ def test_a_trace_keeps_times_lengths_and_what_was_shared(tmp_path: Path) -> None
         ("one\n\ntwo\n", ["one", "two", "one"]),
         ('{"prompt": "a"}\n{"question": "b"}\n{"turns": ["c", "d"]}', ["a", "b", "c"]),
         ('{"text": "a"}', ["a", "a", "a"]),
+        ('\ufeff{"text": "a"}\r\n{"text": "b"}\r\n', ["a", "b", "a"]),
+        ('{"text": "a\u2028b\u2029c\x85d"}', ["a\u2028b\u2029c\x85d"] * 3),
+        ("\ufeffone", ["one"] * 3),
     ],
 )
 def test_texts_of_a_file_come_in_turn(tmp_path: Path, text: str, expected: list[str]) -> None:
@@ -85,7 +88,11 @@ def test_texts_of_a_file_come_in_turn(tmp_path: Path, text: str, expected: list[
     [
         ("\n", "holds no prompt"),
         ('{"prompt": "a"}\n{"prompt":', "prompt 2: this is no JSON"),
-        ('{"answer": "a"}', "prompt 1: an object with a text under `prompt`"),
+        *[
+            (line, "prompt 1: .* must be an object with one under `prompt`")
+            for line in ('{"answer": "a"}', '{"turns": 5}', '{"turns": {"a": 1}}', '{"turns": []}')
+        ],
+        (r'{"prompt": "\ud800"}', "prompt 1: .* surrogates not allowed"),
     ],
 )
 def test_a_broken_file_is_told(tmp_path: Path, text: str, message: str) -> None:
