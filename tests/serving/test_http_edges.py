@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -378,15 +379,16 @@ def test_an_engine_that_is_lost_leaves_nobody_waiting() -> None:
 def test_health_answers_while_a_large_prompt_is_tokenized(http: httpx.Client) -> None:
     """CASES 16."""
     prompt = "The quick brown fox jumps over the lazy dog. " * 23_000
-    posting = threading.Thread(target=lambda: http.post(COMPLETIONS, json={"prompt": prompt}))
-    posting.start()
     num_answers = 0
-    with httpx.Client(base_url=http.base_url) as client:
-        while posting.is_alive():
+    with ThreadPoolExecutor(1) as executor, httpx.Client(base_url=http.base_url) as client:
+        post = executor.submit(http.post, COMPLETIONS, json={"prompt": prompt})
+        while not post.done():
             assert client.get("/health").status_code == 200
             num_answers += 1
-    posting.join()
     assert num_answers > 5, "tokenizing holds everybody up"
+    assert post.result().status_code == 400
+    assert "maximum context length" in post.result().json()["error"]["message"]
+    assert http.post(COMPLETIONS, json={"prompt": "one two"}).status_code == 200
 
 
 def ends_of(server: HttpServer) -> dict[str, float]:

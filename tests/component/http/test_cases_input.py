@@ -1,7 +1,7 @@
 """CASES 9 to 16 over HTTP: bad input costs its sender, and nobody else."""
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -81,17 +81,15 @@ def test_case_16_health_answers_while_large_prompts_are_tokenized(
     solo: httpx.Client, roomy: HttpServer
 ) -> None:
     prompt = "Once upon a time there was a dog. " * 30_000
-
-    def post() -> None:
-        assert solo.post(COMPLETIONS, json={"prompt": prompt}).status_code == 400
-
-    posting = [threading.Thread(target=post) for _ in range(3)]
-    for thread in posting:
-        thread.start()
     slowest_seconds = 0.0
-    with httpx.Client(base_url=roomy.url, timeout=30) as probe:
-        while any(thread.is_alive() for thread in posting):
+    with ThreadPoolExecutor(3) as executor, httpx.Client(base_url=roomy.url, timeout=30) as probe:
+        posts = [executor.submit(solo.post, COMPLETIONS, json={"prompt": prompt}) for _ in range(3)]
+        while not all(post.done() for post in posts):
             began = time.monotonic()
             assert probe.get("/health").status_code == 200
             slowest_seconds = max(slowest_seconds, time.monotonic() - began)
     assert 0 < slowest_seconds < 1
+    for post in posts:
+        assert post.result().status_code == 400
+        assert "maximum context length" in post.result().json()["error"]["message"]
+    whole(solo, COMPLETIONS, body_of(COMPLETIONS, "Once", max_tokens=2))

@@ -1,7 +1,5 @@
 """Every field of a request: with a real model it changes the answer in its way, or must not."""
 
-import asyncio
-import string
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -9,18 +7,7 @@ from typing import Any, TypeAlias
 import httpx
 import pytest
 
-from cluster.openai_api import NEUTRAL_VALUES, ChatCompletionRequest, CompletionRequest
-from tests.component.http.conftest import TightServer
-from tests.support.asking import (
-    CHAT,
-    COMPLETIONS,
-    ask,
-    body_of,
-    both,
-    texts_of,
-    whole,
-    with_client,
-)
+from tests.support.asking import CHAT, COMPLETIONS, body_of, both, texts_of, whole
 from tests.support.http_server import MODEL
 
 Answer: TypeAlias = dict[str, Any]
@@ -40,6 +27,15 @@ def num_tokens(answer: Answer) -> int:
 
 def text(answer: Answer) -> str:
     return texts_of(answer)[0]
+
+
+def token_ids(answer: Answer) -> list[int]:
+    ids: list[int] = answer["choices"][0]["token_ids"]
+    return ids
+
+
+def num_repeats(answer: Answer) -> int:
+    return num_tokens(answer) - len(set(token_ids(answer)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +71,14 @@ def ends_after(number: int) -> Check:
         assert num_tokens(seen.answer) == number != num_tokens(seen.without)
 
     return check
+
+
+def repeats_less(seen: Seen) -> None:
+    assert num_repeats(seen.answer) < num_repeats(seen.without)
+
+
+def repeats_more(seen: Seen) -> None:
+    assert num_repeats(seen.answer) > num_repeats(seen.without)
 
 
 def adds(*names: str) -> Check:
@@ -122,13 +126,21 @@ def _shows_special_tokens(seen: Seen) -> None:
 
 def _uses_allowed_tokens(seen: Seen) -> None:
     allowed = {300, 301, 302}
-    assert set(seen.answer["choices"][0]["token_ids"]) <= allowed
-    assert not set(seen.without["choices"][0]["token_ids"]) <= allowed
+    assert set(token_ids(seen.answer)) <= allowed
+    assert not set(token_ids(seen.without)) <= allowed
+
+
+def _says_one_token(seen: Seen) -> None:
+    assert token_ids(seen.answer) == [300] * NUM_TOKENS
+
+
+def _says_other_tokens(seen: Seen) -> None:
+    assert not set(token_ids(seen.answer)) & set(token_ids(seen.greedy))
 
 
 def _holds_the_end_off(seen: Seen) -> None:
     assert (num_tokens(seen.without), num_tokens(seen.answer)) == (1, 6)
-    assert END_ID not in seen.answer["choices"][0]["token_ids"][:5]
+    assert END_ID not in token_ids(seen.answer)[:5]
 
 
 def _goes_on_past_the_end(seen: Seen) -> None:
@@ -161,11 +173,15 @@ def middle_of(greedy: Answer) -> str:
     return said[len(said) // 2 :][:3]
 
 
+def biases_against(greedy: Answer) -> dict[str, int]:
+    """All that the greedy answer says."""
+    return {str(token_id): -100 for token_id in token_ids(greedy)}
+
+
 NUM_TOKENS = 24
 BOTH = (COMPLETIONS, CHAT)
 ENDS_AT_ONCE = {"logit_bias": {str(END_ID): 100}}
 RANDOM = {"temperature": 1.5, "seed": 7}
-IDS = {"return_token_ids": True}
 FEW_TOKENS = {"allowed_token_ids": list(range(300, 330))}
 
 
@@ -196,11 +212,18 @@ EFFECTS = [
     Effect("stop", middle_of, _ends_before_the_stop),
     Effect("include_stop_str_in_output", True, _ends_with_the_stop, {"stop": middle_of}),
     Effect("stop_token_ids", list(range(3, 512)), ends_after(1)),
-    Effect("presence_penalty", 2.0, beside=FEW_TOKENS),
-    Effect("frequency_penalty", 2.0, beside=FEW_TOKENS),
-    Effect("repetition_penalty", 3.0),
-    Effect("logit_bias", {"300": 100}),
-    Effect("min_tokens", 5, _holds_the_end_off, ENDS_AT_ONCE | IDS),
+    *(
+        Effect(name, value, check, FEW_TOKENS)
+        for name, more, less in (
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+            ("repetition_penalty", 0.5, 3.0),
+        )
+        for value, check in ((more, repeats_more), (less, repeats_less))
+    ),
+    Effect("logit_bias", {"300": 100}, _says_one_token),
+    Effect("logit_bias", biases_against, _says_other_tokens),
+    Effect("min_tokens", 5, _holds_the_end_off, ENDS_AT_ONCE),
     Effect("ignore_eos", True, _goes_on_past_the_end, ENDS_AT_ONCE),
     Effect(
         "skip_special_tokens",
@@ -208,20 +231,22 @@ EFFECTS = [
         _shows_special_tokens,
         {**ENDS_AT_ONCE, "ignore_eos": True, "max_tokens": 3},
     ),
-    Effect("allowed_token_ids", [300, 301, 302], _uses_allowed_tokens, IDS),
-    Effect("bad_words", list(string.ascii_letters + string.digits)),
+    Effect("allowed_token_ids", [300, 301, 302], _uses_allowed_tokens),
     Effect("logprobs", 2, adds("logprobs"), paths=(COMPLETIONS,)),
     Effect("logprobs", True, adds("logprobs"), paths=(CHAT,)),
     Effect("top_logprobs", 3, _has_alternatives, {"logprobs": True}, (CHAT,)),
     Effect("prompt_logprobs", 1, adds("prompt_logprobs")),
-    Effect("return_token_ids", True, adds("token_ids", "prompt_token_ids")),
+    Effect(
+        "return_token_ids",
+        True,
+        adds("token_ids", "prompt_token_ids"),
+        {"return_token_ids": False},
+    ),
     Effect("echo", True, _begins_with_the_prompt, paths=(COMPLETIONS,)),
     Effect("truncate_prompt_tokens", 4, _has_a_shorter_prompt),
     Effect("cache_salt", lambda greedy: greedy["id"], _finds_nothing),
     Effect("user", "somebody", changes_nothing),
     Effect("priority", 0, changes_nothing),
-    Effect("stream_options", None, changes_nothing),
-    Effect("stream", False, changes_nothing),
     Effect("response_format", {"type": "text"}, changes_nothing),
     Effect("tools", [], changes_nothing, paths=(CHAT,)),
     Effect("tool_choice", "none", changes_nothing, paths=(CHAT,)),
@@ -229,13 +254,6 @@ EFFECTS = [
     Effect("continue_final_message", True, paths=(CHAT,)),
     Effect("chat_template_kwargs", {"ending": " He was sad"}, paths=(CHAT,)),
 ]
-
-
-def test_no_field_is_forgotten() -> None:
-    fields = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
-    of_old_clients = {"best_of", "suffix", "function_call", "functions"}
-    assert of_old_clients <= NEUTRAL_VALUES.keys()
-    assert {effect.name for effect in EFFECTS} == fields - of_old_clients
 
 
 def of_greedy(fields: dict[str, Any], greedy: Answer) -> dict[str, Any]:
@@ -248,7 +266,7 @@ def of_greedy(fields: dict[str, Any], greedy: Answer) -> dict[str, Any]:
     ids=lambda value: value.name if isinstance(value, Effect) else value.rpartition("/")[2],
 )
 def test_fields(solo: httpx.Client, effect: Effect, path: str) -> None:
-    prompt = body_of(path, OPENING, max_tokens=NUM_TOKENS)
+    prompt = body_of(path, OPENING, max_tokens=NUM_TOKENS, return_token_ids=True)
     greedy = whole(solo, path, prompt)
     base = prompt | of_greedy(effect.beside, greedy)
     without = whole(solo, path, base) if effect.beside else greedy
@@ -261,7 +279,7 @@ STREAMS: list[dict[str, Any]] = [
     {"n": 3, **RANDOM},
     {"stop": middle_of},
     {"stop": middle_of, "include_stop_str_in_output": True, "n": 2},
-    {**IDS, "prompt_logprobs": 2, "n": 2, **RANDOM},
+    {"return_token_ids": True, "prompt_logprobs": 2, "n": 2, **RANDOM},
     {"min_tokens": 10, **ENDS_AT_ONCE, "skip_special_tokens": False},
     {"max_tokens": 1},
 ]
@@ -286,23 +304,3 @@ def test_streams(solo: httpx.Client, path: str, fields: dict[str, Any]) -> None:
     """Joined, they are what is said at once: text, ratings, offsets, ids, usage."""
     prompt = body_of(path, OPENING, max_tokens=NUM_TOKENS)
     both(solo, path, prompt | of_greedy(fields, whole(solo, path, prompt)))
-
-
-def test_priority(squeezed: TightServer) -> None:
-    """With one place, who is more urgent is done first, whoever came first."""
-    order: list[int] = []
-
-    async def ask_one(client: httpx.AsyncClient, priority: int) -> None:
-        body = body_of(COMPLETIONS, OPENING, max_tokens=20, priority=priority)
-        await ask(client, COMPLETIONS, body)
-        order.append(priority)
-
-    async def run(client: httpx.AsyncClient) -> None:
-        first = asyncio.create_task(ask_one(client, -9))
-        await asyncio.sleep(0.1)
-        rest = [asyncio.create_task(ask_one(client, priority)) for priority in (5, 3, 0, -2)]
-        await asyncio.gather(first, *rest)
-
-    with squeezed(100, policy="priority", max_num_seqs=1, step_seconds=0.01) as server:
-        with_client(server.url, run)
-    assert order == [-9, -2, 0, 3, 5]
