@@ -145,7 +145,22 @@ def test_a_prefix_that_another_sequence_writes_in_the_same_plan(backend: Attenti
     check(backend, case)
 
 
-@pytest.mark.parametrize("num_queries", [1, 3, 50])
+@pytest.mark.parametrize("block_size", [1, 16, 100])
+@pytest.mark.parametrize("has_matrix_units", [False, True])
+def test_long_stretches_of_prompts(block_size: int, has_matrix_units: bool) -> None:
+    """With whole prompts among them, later parts of one, and decodes."""
+    pieces = (Piece(128, 128), Piece(17, 1), Piece(500, 150), Piece(40, 20), Piece(131, 130))
+    backend = CpuAttention(has_matrix_units=has_matrix_units)
+    for dtype in (torch.bfloat16, torch.float32):
+        case = make_case(
+            pieces, num_heads=6, num_kv_heads=2, head_dim=32, block_size=block_size, dtype=dtype
+        )
+        check(backend, case)
+        check(backend, case, AttentionRule(0.3, window=60))
+        check(backend, case, AttentionRule(0.3, softcap=3.0))
+
+
+@pytest.mark.parametrize("num_queries", [1, 3, 50, 200])
 def test_the_result_is_the_same_alone_and_in_a_batch(
     backend: AttentionBackend, num_queries: int
 ) -> None:

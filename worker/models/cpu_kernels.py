@@ -1,6 +1,7 @@
-"""The parts of a decoder that our own CPU kernels compute, `worker/native/{linear,rotary}.cpp`.
+"""What our own CPU kernels compute of a decoder, `worker/native/{linear,rotary,rows}.cpp`.
 
-Shape letters: t rows, I input width, O output width; N heads, D head dimension.
+Shape letters: t rows, E hidden size, F width of the gated MLP, I input width, O output width;
+N heads, D head dimension.
 """
 
 import ctypes
@@ -44,6 +45,17 @@ class _RotaryArgs(ctypes.Structure):
     )
 
 
+class _RowsArgs(ctypes.Structure):
+    """`Args` of rows.cpp, field by field."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "norm_weight", "y")),
+        *((name, c_int64) for name in ("x_stride", "rows", "width")),
+        ("epsilon", c_float),
+        *((name, c_int32) for name in ("dtype", "num_threads")),
+    )
+
+
 @cache
 def has_kernel(name: str) -> bool:
     """Whether `name` can be built here; says so once where it cannot."""
@@ -68,6 +80,15 @@ def _rotary_library() -> Any:
     library = load("rotary")
     library.rotate.argtypes = [ctypes.POINTER(_RotaryArgs)]
     library.rotate.restype = None
+    return library
+
+
+@cache
+def _rows_library() -> Any:
+    library = load("rows")
+    for function in (library.norm_rows, library.gate_rows):
+        function.argtypes = [ctypes.POINTER(_RowsArgs)]
+        function.restype = None
     return library
 
 
@@ -158,6 +179,52 @@ def _pack(weight_OI: Tensor, columns: int, gated: bool) -> Tensor:
         if len(last):
             place[whole, :, : len(last)] = last.T
     return packed_bIC
+
+
+class RowNorm:
+    """RMSNorm. A row's result does not depend on the other rows of its batch.
+
+    Needs `has_kernel("rows")`.
+    """
+
+    def __init__(self, weight_E: Tensor, epsilon: float) -> None:
+        self.weight_E = weight_E.float()
+        """float32 in every dtype of the model."""
+        self._epsilon = epsilon
+
+    def __call__(self, x_tE: Tensor) -> Tensor:
+        """No gaps within a row of `x_tE`."""
+        width = len(self.weight_E)
+        assert x_tE.shape[1] == width
+        return _computed(_rows_library().norm_rows, x_tE, width, self.weight_E, self._epsilon)
+
+
+def gate_rows(x_tO: Tensor) -> Tensor:
+    """silu(gate) * up, where a row is gate and up side by side, without gaps: O = 2 F.
+
+    A row's result does not depend on the other rows of its batch. Needs `has_kernel("rows")`.
+    """
+    assert x_tO.shape[1] % 2 == 0
+    return _computed(_rows_library().gate_rows, x_tO, x_tO.shape[1] // 2)
+
+
+def _computed(
+    function: Any, x: Tensor, width: int, norm_weight_E: Tensor | None = None, epsilon: float = 0.0
+) -> Tensor:
+    y = torch.empty((len(x), width), dtype=x.dtype)
+    args = _RowsArgs(
+        x.data_ptr(),
+        None if norm_weight_E is None else norm_weight_E.data_ptr(),
+        y.data_ptr(),
+        x.stride(0),
+        len(x),
+        width,
+        epsilon,
+        _DTYPES[x.dtype],
+        torch.get_num_threads(),
+    )
+    function(ctypes.byref(args))
+    return y
 
 
 class InPlaceRotation:

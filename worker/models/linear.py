@@ -2,9 +2,11 @@
 
 Each layer reads its input through `NormedLinear` (norm, product, perhaps a gate) and writes it
 back through `ResidualLinear` (product, sum over ranks, residual), so that a kernel may do the
-whole of one. Shape letters: t rows, E hidden size, I input width, O output width.
+whole of one. Shape letters: t rows, E hidden size, I input width, O output width,
+F width of the gated MLP.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.models.base import Communicator
-from worker.models.cpu_kernels import PackedLinear, has_kernel
+from worker.models.cpu_kernels import PackedLinear, RowNorm, gate_rows, has_kernel
 from worker.models.norms import Norm
 
 
@@ -117,19 +119,24 @@ class WideningLinear:
 class SeparateNormedLinear:
     """Norm, product and gate one after the other."""
 
-    def __init__(self, norm: Norm, linear: Linear, *, gated: bool = False) -> None:
+    def __init__(
+        self, norm: Norm | RowNorm, linear: Linear, gate: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         self._norm = norm
         self._linear = linear
-        self._gated = gated
+        self._gate = gate
         self.shares_weight = linear.shares_weight
         self.weight_bytes = norm.weight_E.nbytes + linear.weight_bytes
 
     def __call__(self, x_tE: Tensor) -> Tensor:
         y_tO = self._linear(self._norm(x_tE))
-        if not self._gated:
-            return y_tO
-        gate_tF, up_tF = y_tO.chunk(2, -1)
-        return F.silu(gate_tF).mul_(up_tF)
+        return y_tO if self._gate is None else self._gate(y_tO)
+
+
+def plain_gate(x_tO: Tensor) -> Tensor:
+    """silu(gate) * up by torch, where a row is gate and up side by side: O = 2 F."""
+    gate_tF, up_tF = x_tO.chunk(2, -1)
+    return F.silu(gate_tF).mul_(up_tF)
 
 
 class SummedResidualLinear:
@@ -171,7 +178,11 @@ def make_normed_linear(
         return PackedLinear(
             weight_OE, bias_O, norm_weight_I=norm.weight_E, epsilon=norm.epsilon, gated=gated
         )
-    return SeparateNormedLinear(norm, make_linear(weight_OE, bias_O), gated=gated)
+    linear = make_linear(weight_OE, bias_O)
+    if weight_OE.device.type == "cpu" and has_kernel("rows"):
+        row_norm = RowNorm(norm.weight_E, norm.epsilon)
+        return SeparateNormedLinear(row_norm, linear, gate_rows if gated else None)
+    return SeparateNormedLinear(norm, linear, plain_gate if gated else None)
 
 
 def make_residual_linear(

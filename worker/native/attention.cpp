@@ -38,6 +38,7 @@ struct Args {
   int32_t num_heads, num_kv_heads, head_dim, block_size;
   int32_t activation_dtype, cache_dtype;
   int32_t window, num_threads;      // window 0: none
+  int32_t max_queries;              // sequences with more are left to somebody else
   float score_scale, value_scale, softcap;  // softcap 0: none
 };
 
@@ -129,6 +130,7 @@ class Attention {
     const int tile = std::max(1, kTileRows / group_);
     for (int s = 0; s < a_.num_seqs; ++s) {
       const int queries = a_.query_start[s + 1] - a_.query_start[s], keys = a_.kv_len[s];
+      if (queries > a_.max_queries) continue;
       for (int g = 0; g < a_.num_kv_heads; ++g) {
         if (queries == 1) {
           plan_decode(s, g, keys);

@@ -121,10 +121,6 @@ struct Channel {
   }
 };
 
-inline void put(float* to, float x) { *to = x; }
-inline void put(BFloat16* to, float x) { *to = to_bfloat16(x); }
-inline void put(Float16* to, float x) { to->value = _Float16(x); }
-
 // to[begin, end) <- the sum of everybody's slot.
 template <class T>
 void sum_slots(const Channel& c, int64_t begin, int64_t end, T* to) {
@@ -136,7 +132,7 @@ void sum_slots(const Channel& c, int64_t begin, int64_t end, T* to) {
     for (int j = 0; j < n; ++j) sum[j] = to_float(from[0][i + j]);
     for (int r = 1; r < c.size; ++r)
       for (int j = 0; j < n; ++j) sum[j] += to_float(from[r][i + j]);
-    for (int j = 0; j < n; ++j) put(to + i + j, sum[j]);
+    for (int j = 0; j < n; ++j) store(to + i + j, sum[j]);
   }
 }
 

@@ -37,20 +37,6 @@ struct Args {
 };
 
 template <class T>
-T narrow(float x);
-template <>
-inline float narrow<float>(float x) { return x; }
-template <>
-inline Float16 narrow<Float16>(float x) { return {_Float16(x)}; }
-template <>
-inline BFloat16 narrow<BFloat16>(float x) { return to_bfloat16(x); }
-
-inline Floats silu(Floats x) {
-  const Floats low = splat(-87.0f);  // e^87 is near the largest float; the result is 1e-36
-  return x < low ? Floats{} : x / (1.0f + exp_of(-max(x, low)));
-}
-
-template <class T>
 class Linear {
  public:
   explicit Linear(const Args& args)
@@ -99,23 +85,10 @@ class Linear {
         for (int64_t i = 0; i < a_.in; ++i) to[i * rows] = to_float(x[i]);
         continue;
       }
-      const float scale = 1.0f / std::sqrt(sum_of_squares(x) / a_.in + a_.epsilon);
+      const float scale = 1.0f / std::sqrt(sum_of_squares(x, a_.in) / a_.in + a_.epsilon);
       for (int64_t i = 0; i < a_.in; ++i)
         to[i * rows] = to_float(x[i]) * scale * a_.norm_weight[i];
     }
-  }
-
-  float sum_of_squares(const T* x) const {
-    Floats sums[4] = {};
-    int64_t i = 0;
-    for (; i + 4 * kLanes <= a_.in; i += 4 * kLanes)
-      for (int k = 0; k < 4; ++k) {
-        const Floats part = load(x + i + k * kLanes);
-        sums[k] += part * part;
-      }
-    float sum = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    for (; i < a_.in; ++i) sum += to_float(x[i]) * to_float(x[i]);
-    return sum;
   }
 
   // B neighbouring blocks with the rows of one tile.
@@ -167,7 +140,7 @@ class Linear {
       const T* residual = static_cast<const T*>(a_.residual) + row * a_.residual_stride + column;
       for (int64_t c = 0; c < count; ++c) out[c] += to_float(residual[c]);
     }
-    for (int64_t c = 0; c < count; ++c) y[c] = narrow<T>(out[c]);
+    for (int64_t c = 0; c < count; ++c) store(y + c, out[c]);
   }
 };
 

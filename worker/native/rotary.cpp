@@ -19,10 +19,6 @@ struct Args {
   int32_t heads, head_dim, dtype, num_threads;
 };
 
-inline void narrow(float x, float* to) { *to = x; }
-inline void narrow(float x, BFloat16* to) { *to = to_bfloat16(x); }
-inline void narrow(float x, Float16* to) { to->value = _Float16(x); }
-
 template <class T>
 void rotate_token(const Args& a, int64_t token, float* head) {
   const int half = a.head_dim / 2;
@@ -39,8 +35,8 @@ void rotate_token(const Args& a, int64_t token, float* head) {
         head[d] = head[d] * scale * a.norm_weight[n * a.head_dim + d];
     }
     for (int d = 0; d < half; ++d) {
-      narrow(head[d] * cosines[d] - head[d + half] * sines[d], x + d);
-      narrow(head[d + half] * cosines[d] + head[d] * sines[d], x + d + half);
+      store(x + d, head[d] * cosines[d] - head[d + half] * sines[d]);
+      store(x + d + half, head[d + half] * cosines[d] + head[d] * sines[d]);
     }
   }
 }

@@ -1,5 +1,5 @@
 // Vectors of floats in GCC's and clang's own notation, so that one source serves AVX2, AVX-512
-// and NEON; and loads of every stored type as float.
+// and NEON; and loads and stores of every stored type as float.
 
 #pragma once
 
@@ -117,13 +117,69 @@ inline void load_pair(const T* p, Floats& a, Floats& b) {
   a = load(p);
   b = load(p + kLanes);
 }
+
+inline void store(float* p, float x) { *p = x; }
+inline void store(BFloat16* p, float x) { *p = to_bfloat16(x); }
+inline void store(Float16* p, float x) { p->value = _Float16(x); }
+
+// Rounded as one number is.
 inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
+inline void store(BFloat16* p, Floats x) {
+  const Words words = (Words)x;
+  const Words rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
+  const Words bits = x == x ? rounded : Words{} + 0x7fc0;
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)bits));
+#else
+  const Halves halves = __builtin_convertvector(bits, Halves);
+  std::memcpy(p, &halves, sizeof halves);
+#endif
+}
+inline void store(Float16* p, Floats x) {
+#if defined(__AVX512F__)
+  const __m256i bits = _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(p, &bits, sizeof bits);
+#elif defined(__AVX2__) && defined(__F16C__)
+  const __m128i bits = _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(p, &bits, sizeof bits);
+#else
+  for (int i = 0; i < kLanes; ++i) store(p + i, x[i]);
+#endif
+}
+
+// The first n of a vector, and zeros.
+template <class T>
+inline Floats load(const T* p, int64_t n) {
+  if (n >= kLanes) return load(p);
+  Floats x = {};
+  for (int64_t i = 0; i < n; ++i) x[i] = to_float(p[i]);
+  return x;
+}
+template <class T>
+inline void store(T* p, Floats x, int64_t n) {
+  if (n >= kLanes) return store(p, x);
+  for (int64_t i = 0; i < n; ++i) store(p + i, float(x[i]));
+}
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
 inline float sum_of(Floats x) {
   float sum = 0;
   for (int i = 0; i < kLanes; ++i) sum += x[i];
+  return sum;
+}
+
+template <class T>
+inline float sum_of_squares(const T* x, int64_t n) {
+  Floats sums[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes)
+    for (int k = 0; k < 4; ++k) {
+      const Floats part = load(x + i + k * kLanes);
+      sums[k] += part * part;
+    }
+  float sum = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  for (; i < n; ++i) sum += to_float(x[i]) * to_float(x[i]);
   return sum;
 }
 
@@ -175,6 +231,11 @@ inline Floats exp_of(Floats x) {
   const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
   const Floats result = p * (Floats)power;
   return x < low ? Floats{} : result;
+}
+
+inline Floats silu(Floats x) {
+  const Floats low = splat(-87.0f);  // e^87 is near the largest float; the result is 1e-36
+  return x < low ? Floats{} : x / (1.0f + exp_of(-max(x, low)));
 }
 
 inline Floats tanh_of(Floats x) {

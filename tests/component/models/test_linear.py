@@ -23,6 +23,7 @@ from worker.models.linear import (
     SummedResidualLinear,
     WideningLinear,
     make_linear,
+    plain_gate,
 )
 from worker.models.norms import HeadNorm, Norm
 from worker.models.registry import load_decoder
@@ -53,6 +54,7 @@ def test_the_kernel_is_there() -> None:
     """Otherwise the tests below would say nothing about it."""
     assert has_kernel("linear")
     assert has_kernel("rotary")
+    assert has_kernel("rows")
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -97,7 +99,9 @@ def test_norm_product_and_gate_in_one(
         exact = F.silu(gate) * up
     one = PackedLinear(weight, bias_O, norm_weight_I=norm.weight_E, epsilon=EPSILON, gated=gated)
     assert_near(one(x), exact, dtype)
-    separate = SeparateNormedLinear(norm, PlainLinear(weight, bias_O), gated=gated)
+    separate = SeparateNormedLinear(
+        norm, PlainLinear(weight, bias_O), plain_gate if gated else None
+    )
     error = (separate(x).double() - exact).abs().max()
     assert error <= 4 * ROUNDING[dtype] * exact.abs().max().clamp(min=1)
 
