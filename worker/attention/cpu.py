@@ -45,7 +45,8 @@ class CpuAttention:
         if has_matrix_units is None:
             has_matrix_units = bool(torch.cpu.get_capabilities().get("amx_bf16"))
         self._has_matrix_units = has_matrix_units
-        self._stretches: list[dense.Stretch] = []
+        self._stretches: list[dense.Stretch] | None = None
+        """Of the batch, once they are asked for."""
         self._kernel = load("attention").paged_attention
         self._kernel.argtypes = [ctypes.POINTER(_Args)]
         self._kernel.restype = None
@@ -65,8 +66,8 @@ class CpuAttention:
             raise DeviceError(f"attention on CPU takes no queries of {q_tHD.dtype}")
         args, pages = self._args, cache.k_NBGD
         if batch is not self._batch:
-            self._set_batch(batch, cache.block_size)
-        stretches = self._stretches if dense.can_attend(q_tHD, cache, rule) else []
+            self._set_batch(batch)
+        stretches = self._stretches_for(q_tHD, cache, batch, rule)
         same = k_tGD.dtype == v_tGD.dtype == pages.dtype
         if not same:
             store(cache, batch.slot_t, k_tGD, v_tGD)
@@ -90,13 +91,22 @@ class CpuAttention:
             out_tHD[stretch.begin : stretch.end] = dense.attend(stretch, q_tHD, cache, rule)
         return out_tHD
 
-    def _set_batch(self, batch: AttentionBatch, block_size: int) -> None:
+    def _stretches_for(
+        self, q_tHD: Tensor, cache: LayerCache, batch: AttentionBatch, rule: AttentionRule
+    ) -> list[dense.Stretch]:
+        """What is left to torch."""
+        if not self._has_matrix_units or not dense.can_attend(q_tHD, cache, rule):
+            return []
+        if self._stretches is None:
+            self._stretches = dense.stretches_of(batch, cache.block_size)
+        return self._stretches
+
+    def _set_batch(self, batch: AttentionBatch) -> None:
         args = self._args
         args.query_start = batch.query_start_s1.data_ptr()
         args.kv_len = batch.kv_len_s.data_ptr()
         args.block_ids = batch.block_ids_sb.data_ptr()
         args.num_seqs, args.blocks_per_seq = batch.block_ids_sb.shape
         args.num_threads = torch.get_num_threads()
-        if self._has_matrix_units:
-            self._stretches = dense.stretches_of(batch, block_size)
+        self._stretches = None
         self._batch = batch  # keeps what the pointers point to
