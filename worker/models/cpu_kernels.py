@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from worker.errors import BackendUnavailableError
@@ -18,6 +19,9 @@ from worker.models.norms import HeadNorm
 from worker.native import load
 
 _log = logging.getLogger(__name__)
+
+_TILE_DEPTH = 32
+"""bfloat16 in a row of a tile, as in matrix_units.hpp."""
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -30,7 +34,7 @@ class _LinearArgs(ctypes.Structure):
         *((name, c_int64) for name in ("x_stride", "residual_stride", "y_stride")),
         *((name, c_int64) for name in ("rows", "in_width", "out_width")),
         ("epsilon", c_float),
-        *((name, c_int32) for name in ("dtype", "gated", "num_threads")),
+        *((name, c_int32) for name in ("dtype", "gated", "tiled", "num_threads")),
     )
 
 
@@ -76,6 +80,12 @@ def _linear_library() -> Any:
 
 
 @cache
+def has_matrix_units(dtype: torch.dtype) -> bool:
+    """Whether our kernel multiplies in `dtype` on the matrix units of this CPU."""
+    return dtype == torch.bfloat16 and bool(_linear_library().linear_has_tiles())
+
+
+@cache
 def _rotary_library() -> Any:
     library = load("rotary")
     library.rotate.argtypes = [ctypes.POINTER(_RotaryArgs)]
@@ -110,11 +120,16 @@ class PackedLinear:
         norm_weight_I: Tensor | None = None,
         epsilon: float = 0.0,
         gated: bool = False,
+        tiled: bool | None = None,
     ) -> None:
-        """With `gated`, the first half of W gives the gate and the second what it gates."""
+        """With `gated`, the first half of W gives the gate and the second what it gates.
+
+        `tiled`: for the CPU's matrix units; None: where it has them.
+        """
         self._run = _linear_library().linear
         columns = _linear_library().packed_columns()
-        self._packed_bIC = _pack(weight_OI, columns, gated)
+        self._tiled = has_matrix_units(weight_OI.dtype) if tiled is None else tiled
+        self._packed = _pack(weight_OI, columns, gated, self._tiled)
         # The kernel reads these vectors in float32 whatever the dtype of the weights.
         self._bias = None
         if bias_O is not None:
@@ -122,21 +137,22 @@ class PackedLinear:
         self._norm_weight_I = None if norm_weight_I is None else norm_weight_I.float()
         self._epsilon = epsilon
         self._gated = gated
+        self._in_width = weight_OI.shape[1]
         self._out_width = weight_OI.shape[0] // (2 if gated else 1)
         self.weight_bytes = sum(
             vector.nbytes
-            for vector in (self._packed_bIC, self._bias, self._norm_weight_I)
+            for vector in (self._packed, self._bias, self._norm_weight_I)
             if vector is not None
         )
 
     def __call__(self, x_tI: Tensor, residual_tO: Tensor | None = None) -> Tensor:
         """Both inputs have the dtype of the weights, and no gaps within a row."""
-        assert x_tI.dtype == self._packed_bIC.dtype, f"{x_tI.dtype} times {self._packed_bIC.dtype}"
-        assert x_tI.shape[1] == self._packed_bIC.shape[1]
+        assert x_tI.dtype == self._packed.dtype, f"{x_tI.dtype} times {self._packed.dtype}"
+        assert x_tI.shape[1] == self._in_width
         y_tO = torch.empty((x_tI.shape[0], self._out_width), dtype=x_tI.dtype)
         args = _LinearArgs(
             x_tI.data_ptr(),
-            self._packed_bIC.data_ptr(),
+            self._packed.data_ptr(),
             None if residual_tO is None else residual_tO.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             None if self._norm_weight_I is None else self._norm_weight_I.data_ptr(),
@@ -145,40 +161,54 @@ class PackedLinear:
             0 if residual_tO is None else residual_tO.stride(0),
             self._out_width,
             x_tI.shape[0],
-            self._packed_bIC.shape[1],
+            self._in_width,
             self._out_width,
             self._epsilon,
-            _DTYPES[self._packed_bIC.dtype],
+            _DTYPES[self._packed.dtype],
             self._gated,
+            self._tiled,
             torch.get_num_threads(),
         )
         self._run(ctypes.byref(args))
         return y_tO
 
 
-def _pack(weight_OI: Tensor, columns: int, gated: bool) -> Tensor:
-    """Blocks of `columns` rows, the last filled up with zeros: [blocks, I, columns].
+def _pack(weight_OI: Tensor, columns: int, gated: bool, tiled: bool = False) -> Tensor:
+    """Blocks of `columns` rows; zeros fill up what is not whole.
 
-    A block has two halves, which are gates and what they gate if `gated`; in bfloat16 their columns
-    stand in turn (`load_pair` in vectors.hpp). Needs no memory but that of the result.
+    A block has two halves of `lanes` rows, which are gates and what they gate if `gated`.
+    [blocks, I, columns], where in bfloat16 the columns of both halves stand in turn (`load_pair`
+    in vectors.hpp); or if `tiled` [blocks, tiles deep, half, pairs of I, lanes, 2 of I]
+    (matrix_units.hpp). Needs no memory but that of the result, if I is whole tiles.
     """
-    lanes, height = columns // 2, len(weight_OI)
-    blocks, whole = -(-height // columns), height // columns
-    packed_bIC = weight_OI.new_zeros(blocks, weight_OI.shape[1], columns)
-    for half in (0, 1):
+    weight, lanes = weight_OI, columns // 2
+    blocks, whole = -(-len(weight) // columns), len(weight) // columns
+    if tiled:
+        pairs = _TILE_DEPTH // 2
+        if weight.shape[1] % _TILE_DEPTH:
+            weight = F.pad(weight, (0, -weight.shape[1] % _TILE_DEPTH))
+        weight = weight.unflatten(1, (-1, pairs, 2))
+        packed = weight.new_zeros(blocks, weight.shape[1], 2, pairs, lanes, 2)
+        places = packed.permute(2, 0, 4, 1, 3, 5)
+    else:
+        packed = weight.new_zeros(blocks, weight.shape[1], columns)
+        if weight.dtype == torch.bfloat16:
+            places = packed.unflatten(2, (lanes, 2)).permute(3, 0, 2, 1)
+        else:
+            places = packed.unflatten(2, (2, lanes)).permute(2, 0, 3, 1)
+    # A place is one half of every block: [blocks, lanes, then as `weight`].
+    for half, place in enumerate(places):
         if gated:
-            rows = weight_OI.chunk(2)[half]
+            rows = weight.chunk(2)[half]
             first = rows[: whole * lanes].unflatten(0, (whole, lanes))
             last = rows[whole * lanes :]
         else:
-            first = weight_OI[: whole * columns].unflatten(0, (whole, 2, lanes))[:, half]
-            last = weight_OI[whole * columns + half * lanes :][:lanes]
-        in_turn = weight_OI.dtype == torch.bfloat16
-        place = packed_bIC[..., half::2] if in_turn else packed_bIC.chunk(2, -1)[half]
-        place[:whole] = first.transpose(1, 2)
+            first = weight[: whole * columns].unflatten(0, (whole, 2, lanes))[:, half]
+            last = weight[whole * columns + half * lanes :][:lanes]
+        place[:whole] = first
         if len(last):
-            place[whole, :, : len(last)] = last.T
-    return packed_bIC
+            place[whole, : len(last)] = last
+    return packed
 
 
 class RowNorm:

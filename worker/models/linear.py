@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.models.base import Communicator
-from worker.models.cpu_kernels import PackedLinear, RowNorm, gate_rows, has_kernel
+from worker.models.cpu_kernels import (
+    PackedLinear,
+    RowNorm,
+    gate_rows,
+    has_kernel,
+    has_matrix_units,
+)
 from worker.models.norms import Norm
 
 
@@ -195,16 +201,24 @@ def make_residual_linear(
 
 def _packs(weight: Tensor) -> bool:
     """Whether our own kernel is the fastest for `weight`: CPUs, but for what oneDNN does."""
-    return weight.device.type == "cpu" and not _reorders(weight) and has_kernel("linear")
+    if weight.device.type != "cpu" or not has_kernel("linear"):
+        return False
+    return has_matrix_units(weight.dtype) or not _has_instructions(weight.dtype)
 
 
 def _reorders(weight: Tensor) -> bool:
-    """Whether the CPU has matrix instructions for this dtype, which oneDNN uses."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    """Whether oneDNN is left with `weight`, and the CPU has instructions for its dtype."""
+    is_left = weight.device.type == "cpu" and not _packs(weight)
+    return is_left and _has_instructions(weight.dtype)
+
+
+def _has_instructions(dtype: torch.dtype) -> bool:
+    """Whether oneDNN knows instructions of this CPU for `dtype`, half a float32 wide."""
+    if not torch.backends.mkldnn.is_available():
         return False
-    if weight.dtype == torch.bfloat16:
+    if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if weight.dtype == torch.float16:
+    if dtype == torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return False
 

@@ -282,7 +282,7 @@ class Attention {
 
   // A head's K lie apart by a whole slot, which no hardware prefetcher follows: fetch those
   // some keys ahead, and V of this chunk on the way.
-  void prefetch(const Workspace& w, int j, int count) const {
+  [[gnu::always_inline]] void prefetch(const Workspace& w, int j, int count) const {
     const char *keys = static_cast<const char*>(a_.k_pages);
     const char *values = static_cast<const char*>(a_.v_pages);
     const int bytes = a_.head_dim * sizeof(T);

@@ -1,19 +1,19 @@
-// y = f(norm(x) W^T + bias), for weights in float32, bfloat16 or float16, computed in float32.
+// y = f(norm(x) W^T + bias), for weights in float32, bfloat16 or float16, summed in float32.
 //
 // norm is RMSNorm or nothing; f is nothing, `+ residual`, or silu(gate) * up for a W that holds
-// both. W is packed in blocks of kColumns rows, [blocks][in][kColumns], each kColumns in the order
-// of `load_pair`. Rows of x are taken in tiles that are normalized, widened and transposed to
-// [in][rows], so the inner loop loads two vectors of weights and one float per row, for two
-// multiply-adds per row.
+// both. W is packed in blocks of kColumns rows, whose two halves are gates and what they gate.
+// `VectorLinear` computes on every CPU, `TileLinear` in bfloat16 on matrix units.
 //
-// Each sum is one chain of multiply-adds over `in`, in order, however many rows there are: what
+// Each sum is one chain of additions over `in`, in order, however many rows there are: what
 // a row gives does not depend on its batch mates, bit by bit.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <new>
 #include <vector>
 
+#include "matrix_units.hpp"
 #include "vectors.hpp"
 
 namespace {
@@ -33,19 +33,68 @@ struct Args {
   int64_t x_stride, residual_stride, y_stride;  // between rows, in elements
   int64_t rows, in, out;                        // out: columns of y
   float epsilon;
-  int32_t dtype, gated, num_threads;
+  int32_t dtype, gated, tiled, num_threads;
 };
 
+int64_t ratio_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
+
+// What both forms share: where rows of x begin and what becomes of a sum.
 template <class T>
 class Linear {
+ protected:
+  explicit Linear(const Args& args) : a_(args), blocks_(ratio_up(args.out, width())) {}
+
+  const Args& a_;
+  const int64_t blocks_;
+
+  int64_t width() const { return a_.gated ? kLanes : kColumns; }  // columns of y per block
+
+  const T* row(int64_t r) const { return static_cast<const T*>(a_.x) + r * a_.x_stride; }
+
+  float norm_scale(const T* x) const {
+    return 1.0f / std::sqrt(sum_of_squares(x, a_.in) / a_.in + a_.epsilon);
+  }
+
+  // `sums`: [rows][kColumns], of one block, for the rows from `first`.
+  void finish(const float* sums, int64_t rows, int64_t block, int64_t first) const {
+    const int64_t column = block * width();
+    const int64_t count = std::min(width(), a_.out - column);
+    T* y = static_cast<T*>(a_.y) + first * a_.y_stride + column;
+    const T* residual = static_cast<const T*>(a_.residual);
+    if (residual) residual += first * a_.residual_stride + column;
+    const float* bias = a_.bias ? a_.bias + block * kColumns : nullptr;
+    const bool gated = a_.gated;
+    const int64_t y_stride = a_.y_stride, residual_stride = a_.residual_stride;
+    for (int64_t r = 0; r < rows; ++r) {
+      Floats left = load(sums), right = load(sums + kLanes);
+      if (bias) left += load(bias), right += load(bias + kLanes);
+      if (gated) left = silu(left) * right;
+      write(left, residual, y, count);
+      if (!gated && count > kLanes)
+        write(right, residual ? residual + kLanes : nullptr, y + kLanes, count - kLanes);
+      sums += kColumns;
+      y += y_stride;
+      if (residual) residual += residual_stride;
+    }
+  }
+
+ private:
+  static void write(Floats sum, const T* residual, T* y, int64_t count) {
+    if (residual) sum += load(residual, count);
+    store(y, sum, count);
+  }
+};
+
+// W as [blocks][in][kColumns], each kColumns in the order of `load_pair`. Rows of x are taken in
+// tiles that are normalized, widened and transposed to [in][rows], so the inner loop loads two
+// vectors of weights and one float per row, for two multiply-adds per row.
+template <class T>
+class VectorLinear : Linear<T> {
  public:
-  explicit Linear(const Args& args)
-      : a_(args),
-        tiles_((args.rows + kRows - 1) / kRows),
-        blocks_((args.out + width() - 1) / width()) {}
+  explicit VectorLinear(const Args& args)
+      : Linear<T>(args), tiles_(ratio_up(args.rows, kRows)) {}
 
   void run() {
-    if (a_.rows == 0) return;
     static thread_local std::vector<float> x_scratch;
     if (int64_t(x_scratch.size()) < a_.rows * a_.in) x_scratch.resize(a_.rows * a_.in);
     x_ = x_scratch.data();
@@ -69,23 +118,23 @@ class Linear {
   }
 
  private:
-  const Args& a_;
-  const int64_t tiles_, blocks_;
+  using Linear<T>::a_;
+  using Linear<T>::blocks_;
+  const int64_t tiles_;
   float* x_ = nullptr;  // tiles of [in][rows of the tile]
 
-  int64_t width() const { return a_.gated ? kLanes : kColumns; }  // columns of y per block
   int64_t row_of(int64_t tile) const { return a_.rows * tile / tiles_; }
 
   void prepare(int64_t tile) {
     const int64_t first = row_of(tile), rows = row_of(tile + 1) - first;
     for (int64_t r = 0; r < rows; ++r) {
-      const T* x = static_cast<const T*>(a_.x) + (first + r) * a_.x_stride;
+      const T* x = this->row(first + r);
       float* to = x_ + first * a_.in + r;
       if (!a_.norm_weight) {
         for (int64_t i = 0; i < a_.in; ++i) to[i * rows] = to_float(x[i]);
         continue;
       }
-      const float scale = 1.0f / std::sqrt(sum_of_squares(x, a_.in) / a_.in + a_.epsilon);
+      const float scale = this->norm_scale(x);
       for (int64_t i = 0; i < a_.in; ++i)
         to[i * rows] = to_float(x[i]) * scale * a_.norm_weight[i];
     }
@@ -123,24 +172,98 @@ class Linear {
           sum[r][b][1] += w1 * xr;
         }
       }
+    float sums[B][R][kColumns];
     for (int r = 0; r < R; ++r)
-      for (int b = 0; b < B; ++b) finish(sum[r][b], block + b, first + r);
+      for (int b = 0; b < B; ++b)
+        for (int v = 0; v < 2; ++v) store(&sums[b][r][v * kLanes], sum[r][b][v]);
+    for (int b = 0; b < B; ++b) this->finish(sums[b][0], R, block + b, first);
+  }
+};
+
+// W as [blocks][tiles deep][2 halves][kTileElements]; zeros fill up what is not whole. A pair of
+// tiles of rows, copied and normalized, meets a group of blocks that stays in the cache of a core
+// from pair to pair.
+class TileLinear : Linear<BFloat16> {
+ public:
+  explicit TileLinear(const Args& args)
+      : Linear<BFloat16>(args), tiles_deep_(ratio_up(args.in, kTileDepth)) {}
+
+  void run() {
+    const int64_t pairs = ratio_up(a_.rows, 2 * kTile);
+    int64_t groups = ratio_up(blocks_ * 2 * tile_row(), kGroupElements);
+    // Threads share out what is more, W or the rows of x: each of them reads all of the other.
+    if (a_.out > a_.rows) groups = ratio_up(groups, a_.num_threads) * a_.num_threads;
+    groups = std::min(groups, blocks_);
+#pragma omp parallel num_threads(a_.num_threads)
+    {
+      static thread_local Scratch scratch;
+      BFloat16* x = scratch.of(2 * tile_row());
+      int64_t prepared = -1;
+      const Tiles units;
+#pragma omp for schedule(static)
+      for (int64_t item = 0; item < groups * pairs; ++item) {
+        const int64_t group = item / pairs, pair = item % pairs, first = pair * 2 * kTile;
+        if (pair != prepared) prepare(first, x);
+        prepared = pair;
+        const int64_t end = blocks_ * (group + 1) / groups;
+        for (int64_t block = blocks_ * group / groups; block < end; ++block)
+          if (first + kTile < a_.rows)
+            multiply<2>(units, x, block, first);
+          else
+            multiply<1>(units, x, block, first);
+      }
+    }
   }
 
-  void finish(Floats* sum, int64_t block, int64_t row) const {
-    if (a_.bias)
-      for (int v = 0; v < 2; ++v) sum[v] += load(a_.bias + block * kColumns + v * kLanes);
-    if (a_.gated) sum[0] = silu(sum[0]) * sum[1];
-    float out[kColumns];
-    for (int v = 0; v < 2; ++v) store(out + v * kLanes, sum[v]);
-    const int64_t column = block * width();
-    const int64_t count = std::min(width(), a_.out - column);
-    T* y = static_cast<T*>(a_.y) + row * a_.y_stride + column;
-    if (a_.residual) {
-      const T* residual = static_cast<const T*>(a_.residual) + row * a_.residual_stride + column;
-      for (int64_t c = 0; c < count; ++c) out[c] += to_float(residual[c]);
+ private:
+  static constexpr int64_t kGroupElements = 5 << 17;  // 1.25 MB, of a cache of 2
+
+  class Scratch {  // tiles begin at cache lines
+   public:
+    ~Scratch() { free(); }
+    BFloat16* of(int64_t elements) {
+      if (elements > size_) {
+        free();
+        data_ = static_cast<BFloat16*>(
+            ::operator new(elements * sizeof(BFloat16), std::align_val_t(64)));
+        size_ = elements;
+      }
+      return data_;
     }
-    for (int64_t c = 0; c < count; ++c) store(y + c, out[c]);
+
+   private:
+    void free() { ::operator delete(data_, std::align_val_t(64)); }
+    BFloat16* data_ = nullptr;
+    int64_t size_ = 0;
+  };
+
+  const int64_t tiles_deep_;
+
+  int64_t tile_row() const { return tiles_deep_ * kTileElements; }  // elements
+
+  // Two tiles of rows, or the one that is left.
+  void prepare(int64_t first, BFloat16* to) const {
+    const int64_t rows = std::min<int64_t>(2 * kTile, a_.rows - first);
+    if (rows % kTile || a_.in % kTileDepth) std::fill_n(to, 2 * tile_row(), BFloat16());
+    for (int64_t r = 0; r < rows; ++r) {
+      const BFloat16* x = row(first + r);
+      const float scale = a_.norm_weight ? norm_scale(x) : 1.0f;
+      BFloat16* place = to + r / kTile * tile_row() + r % kTile * kTileDepth;
+      for (int64_t i = 0; i < a_.in; i += kLanes) {
+        Floats part = load(x + i, a_.in - i);
+        if (a_.norm_weight) part = part * scale * load(a_.norm_weight + i, a_.in - i);
+        store(place + i / kTileDepth * kTileElements + i % kTileDepth, part, a_.in - i);
+      }
+    }
+  }
+
+  // R tiles of rows with one block.
+  template <int R>
+  void multiply(const Tiles& units, const BFloat16* x, int64_t block, int64_t first) const {
+    alignas(64) float sums[R * kTile * kColumns];
+    const BFloat16* w = static_cast<const BFloat16*>(a_.packed) + block * 2 * tile_row();
+    units.multiply<R>(x, w, tiles_deep_, sums);
+    finish(sums, std::min<int64_t>(R * kTile, a_.rows - first), block, first);
   }
 };
 
@@ -148,8 +271,12 @@ class Linear {
 
 extern "C" int32_t packed_columns() { return kColumns; }
 
+extern "C" int32_t linear_has_tiles() { return has_tiles(); }
+
 extern "C" void linear(const Args* args) {
-  if (args->dtype == kFloat32) Linear<float>(*args).run();
-  if (args->dtype == kBFloat16) Linear<BFloat16>(*args).run();
-  if (args->dtype == kFloat16) Linear<Float16>(*args).run();
+  if (args->rows == 0) return;
+  if (args->tiled) return TileLinear(*args).run();
+  if (args->dtype == kFloat32) VectorLinear<float>(*args).run();
+  if (args->dtype == kBFloat16) VectorLinear<BFloat16>(*args).run();
+  if (args->dtype == kFloat16) VectorLinear<Float16>(*args).run();
 }

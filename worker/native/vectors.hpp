@@ -122,9 +122,12 @@ inline void store(float* p, float x) { *p = x; }
 inline void store(BFloat16* p, float x) { *p = to_bfloat16(x); }
 inline void store(Float16* p, float x) { p->value = _Float16(x); }
 
-// Rounded as one number is.
+// Rounded as one number is; a CPU's own instruction makes zeros of what is below 1e-38.
 inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 inline void store(BFloat16* p, Floats x) {
+#if defined(__AVX512BF16__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
   const Words words = (Words)x;
   const Words rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
   const Words bits = x == x ? rounded : Words{} + 0x7fc0;
@@ -133,6 +136,7 @@ inline void store(BFloat16* p, Floats x) {
 #else
   const Halves halves = __builtin_convertvector(bits, Halves);
   std::memcpy(p, &halves, sizeof halves);
+#endif
 #endif
 }
 inline void store(Float16* p, Floats x) {

@@ -1,6 +1,7 @@
 """Every form of a linear layer against float64, and what our kernel promises beyond."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ from tests.support.thread_group import run_ranks
 from worker.models import linear, rope
 from worker.models.base import Communicator, Solo
 from worker.models.config import RopeConfig
-from worker.models.cpu_kernels import InPlaceRotation, PackedLinear, has_kernel
+from worker.models.cpu_kernels import (
+    InPlaceRotation,
+    PackedLinear,
+    has_kernel,
+    has_matrix_units,
+)
 from worker.models.linear import (
     PlainLinear,
     ReorderedLinear,
@@ -34,6 +40,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 # Rows and widths on and off the kernel's tiles of 6 or 12 rows and 16 or 32 columns.
 SHAPES = [(1, 64, 48), (2, 70, 33), (3, 7, 5), (6, 64, 31), (13, 96, 64), (40, 65, 100)]
+
+PACKED = [(dtype, False) for dtype in DTYPES]
+"""Every form of our kernel that this CPU has: dtype, and whether it is for matrix units."""
+PACKED += [(dtype, True) for dtype in DTYPES if has_matrix_units(dtype)]
 
 Kind = Callable[..., Any]
 
@@ -62,7 +72,7 @@ def test_the_kernel_is_there() -> None:
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        *((PackedLinear, dtype) for dtype in DTYPES),
+        *((partial(PackedLinear, tiled=tiled), dtype) for dtype, tiled in PACKED),
         *((PlainLinear, dtype) for dtype in DTYPES),
         *((make_linear, dtype) for dtype in DTYPES),
         (WideningLinear, torch.bfloat16),
@@ -81,9 +91,9 @@ def test_product(kind: Kind, dtype: torch.dtype, shape: tuple[int, int, int], bi
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "tiled"), PACKED)
 def test_norm_product_and_gate_in_one(
-    dtype: torch.dtype, shape: tuple[int, int, int], gated: bool
+    dtype: torch.dtype, tiled: bool, shape: tuple[int, int, int], gated: bool
 ) -> None:
     rows, width, height = shape
     height *= 2 if gated else 1
@@ -97,7 +107,8 @@ def test_norm_product_and_gate_in_one(
     if gated:
         gate, up = exact.chunk(2, -1)
         exact = F.silu(gate) * up
-    one = PackedLinear(weight, bias_O, norm_weight_I=norm.weight_E, epsilon=EPSILON, gated=gated)
+    norm_of = {"norm_weight_I": norm.weight_E, "epsilon": EPSILON}
+    one = PackedLinear(weight, bias_O, **norm_of, gated=gated, tiled=tiled)
     assert_near(one(x), exact, dtype)
     separate = SeparateNormedLinear(
         norm, PlainLinear(weight, bias_O), plain_gate if gated else None
@@ -106,30 +117,33 @@ def test_norm_product_and_gate_in_one(
     assert error <= 4 * ROUNDING[dtype] * exact.abs().max().clamp(min=1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_residual(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "tiled"), PACKED)
+def test_residual(dtype: torch.dtype, tiled: bool) -> None:
     x, weight = random(9, 40, dtype=dtype), random(70, 40, dtype=dtype, scale=0.2)
     residual = random(9, 100, dtype=dtype)[:, 20:90]
     exact = residual.double() + F.linear(x.double(), weight.double())
-    assert_near(PackedLinear(weight)(x, residual), exact, dtype)
+    assert_near(PackedLinear(weight, tiled=tiled)(x, residual), exact, dtype)
     summed = SummedResidualLinear(PlainLinear(weight), Solo())(x, residual)
     assert_near(summed, exact, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_do_not_see_each_other(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "tiled"), PACKED)
+def test_rows_do_not_see_each_other(dtype: torch.dtype, tiled: bool) -> None:
     """The same bits for a row in any batch: what makes results independent of batch mates."""
     weight, norm_weight = random(96, 130, dtype=dtype), random(130, dtype=dtype)
-    layer = PackedLinear(weight, norm_weight_I=norm_weight, epsilon=EPSILON, gated=True)
+    norm = {"norm_weight_I": norm_weight, "epsilon": EPSILON}
+    layer = PackedLinear(weight, **norm, gated=True, tiled=tiled)
     x = random(50, 130, dtype=dtype)
     alone = torch.cat([layer(row) for row in x.split(1)])
-    for rows in (2, 3, 7, 12, 25, 50):
+    for rows in (2, 3, 7, 12, 17, 25, 33, 50):
         assert torch.equal(torch.cat([layer(part) for part in x.split(rows)]), alone)
 
 
-def test_threads_do_not_change_a_bit() -> None:
-    weight, x = random(300, 130, dtype=torch.float32), random(50, 130, dtype=torch.float32)
-    layer = PackedLinear(weight)
+@pytest.mark.parametrize("rows", [1, 50, 500])
+@pytest.mark.parametrize(("dtype", "tiled"), PACKED)
+def test_threads_do_not_change_a_bit(dtype: torch.dtype, tiled: bool, rows: int) -> None:
+    weight, x = random(300, 130, dtype=dtype), random(rows, 130, dtype=dtype)
+    layer = PackedLinear(weight, tiled=tiled)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -138,6 +152,13 @@ def test_threads_do_not_change_a_bit() -> None:
         assert torch.equal(layer(x), one)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("dtype", "tiled"), PACKED)
+def test_weights_larger_than_a_cache(dtype: torch.dtype, tiled: bool) -> None:
+    x, weight = random(70, 1000, dtype=dtype), random(1500, 1000, dtype=dtype, scale=0.02)
+    exact = F.linear(x.double(), weight.double())
+    assert_near(PackedLinear(weight, tiled=tiled)(x), exact, dtype)
 
 
 def test_rows_apart_in_memory() -> None:
