@@ -146,11 +146,11 @@ def test_a_prefix_that_another_sequence_writes_in_the_same_plan(backend: Attenti
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 100])
-@pytest.mark.parametrize("has_matrix_units", [False, True])
-def test_long_stretches_of_prompts(block_size: int, has_matrix_units: bool) -> None:
+@pytest.mark.parametrize("tiled", [False, None])
+def test_long_stretches_of_prompts(block_size: int, tiled: bool | None) -> None:
     """With whole prompts among them, later parts of one, and decodes."""
     pieces = (Piece(128, 128), Piece(17, 1), Piece(500, 150), Piece(40, 20), Piece(131, 130))
-    backend = CpuAttention(has_matrix_units=has_matrix_units)
+    backend = CpuAttention(tiled=tiled)
     for dtype in (torch.bfloat16, torch.float32):
         case = make_case(
             pieces, num_heads=6, num_kv_heads=2, head_dim=32, block_size=block_size, dtype=dtype

@@ -1,7 +1,9 @@
 """Kernels built on first use: cached, shared by processes, and not needed where they cannot be."""
 
 import logging
+import platform
 import shutil
+import subprocess
 from collections.abc import Generator
 from pathlib import Path
 
@@ -35,6 +37,15 @@ def test_a_kernel_is_built_once(empty_cache: Path) -> None:
     native.load("collectives")
     assert built(empty_cache) == [library]
     assert library.stat().st_mtime_ns == made
+
+
+def test_fetching_ahead_is_not_optimized_away() -> None:
+    """gcc drops calls of a function that does nothing but prefetch, if it is not inlined."""
+    compiler = next(path for path in map(shutil.which, native._COMPILERS) if path)
+    source = Path(native.__file__).with_name("attention.cpp")
+    command = [compiler, *native._FLAGS, "-S", str(source), "-o", "-"]
+    assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert {"x86_64": "prefetcht0", "aarch64": "prfm"}[platform.machine()] in assembly
 
 
 def test_without_a_compiler_the_reference_takes_over(

@@ -1,5 +1,4 @@
-"""The fast path on CPU: the C++ kernel of `worker/native/attention.cpp`, and torch's for long
-stretches of a prompt, where that is faster."""
+"""The fast path on CPU: the C++ kernel of `worker/native/attention.cpp`."""
 
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
@@ -7,14 +6,12 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from worker.attention import dense
 from worker.attention.base import AttentionBatch, AttentionRule, LayerCache
 from worker.errors import DeviceError
 from worker.kv_cache import FP8, store
 from worker.native import load
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, FP8: 3}
-_NO_LIMIT = (1 << 31) - 1
 
 
 class _Args(ctypes.Structure):
@@ -27,7 +24,7 @@ class _Args(ctypes.Structure):
         *((name, c_int64) for name in ("num_tokens", "num_seqs", "blocks_per_seq")),
         *((name, c_int32) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size")),
         *((name, c_int32) for name in ("activation_dtype", "cache_dtype")),
-        *((name, c_int32) for name in ("window", "num_threads", "max_queries")),
+        *((name, c_int32) for name in ("window", "tiled", "num_threads")),
         *((name, c_float) for name in ("score_scale", "value_scale", "softcap")),
     )
 
@@ -40,16 +37,13 @@ class CpuAttention:
 
     name = "cpu"
 
-    def __init__(self, *, has_matrix_units: bool | None = None) -> None:
-        """`has_matrix_units`: whether torch has them for bfloat16; None: as this CPU says."""
-        if has_matrix_units is None:
-            has_matrix_units = bool(torch.cpu.get_capabilities().get("amx_bf16"))
-        self._has_matrix_units = has_matrix_units
-        self._stretches: list[dense.Stretch] | None = None
-        """Of the batch, once they are asked for."""
-        self._kernel = load("attention").paged_attention
+    def __init__(self, *, tiled: bool | None = None) -> None:
+        """`tiled`: prompts in bfloat16 on the CPU's matrix units; None: where it has them."""
+        library = load("attention")
+        self._kernel = library.paged_attention
         self._kernel.argtypes = [ctypes.POINTER(_Args)]
         self._kernel.restype = None
+        self._tiled = bool(library.attention_has_tiles()) if tiled is None else tiled
         self._batch: AttentionBatch | None = None
         self._args = _Args()
 
@@ -67,7 +61,6 @@ class CpuAttention:
         args, pages = self._args, cache.k_NBGD
         if batch is not self._batch:
             self._set_batch(batch)
-        stretches = self._stretches_for(q_tHD, cache, batch, rule)
         same = k_tGD.dtype == v_tGD.dtype == pages.dtype
         if not same:
             store(cache, batch.slot_t, k_tGD, v_tGD)
@@ -85,21 +78,9 @@ class CpuAttention:
         args.window = rule.window or 0
         args.score_scale, args.value_scale = rule.scale * cache.k_scale, cache.v_scale
         args.softcap = rule.softcap or 0.0
-        args.max_queries = dense.MIN_QUERIES - 1 if stretches else _NO_LIMIT
+        args.tiled = self._tiled and q_tHD.dtype == pages.dtype == torch.bfloat16
         self._kernel(ctypes.byref(args))
-        for stretch in stretches:
-            out_tHD[stretch.begin : stretch.end] = dense.attend(stretch, q_tHD, cache, rule)
         return out_tHD
-
-    def _stretches_for(
-        self, q_tHD: Tensor, cache: LayerCache, batch: AttentionBatch, rule: AttentionRule
-    ) -> list[dense.Stretch]:
-        """What is left to torch."""
-        if not self._has_matrix_units or not dense.can_attend(q_tHD, cache, rule):
-            return []
-        if self._stretches is None:
-            self._stretches = dense.stretches_of(batch, cache.block_size)
-        return self._stretches
 
     def _set_batch(self, batch: AttentionBatch) -> None:
         args = self._args
@@ -108,5 +89,4 @@ class CpuAttention:
         args.block_ids = batch.block_ids_sb.data_ptr()
         args.num_seqs, args.blocks_per_seq = batch.block_ids_sb.shape
         args.num_threads = torch.get_num_threads()
-        self._stretches = None
         self._batch = batch  # keeps what the pointers point to

@@ -4,96 +4,29 @@
 //   row        one query head of one query token; the `group` query heads of a KV head are
 //              rows side by side, so K and V are read once for all of them
 //   chunk      kChunk keys: scores, running maximum and sum, weighted V (the online softmax)
+//   score      in units of log2(e), so that a weight is 2^(score - best)
 //
 // A sequence with one query token (a decode) reads K and V where they lie; its keys are split
 // into spans of a fixed size so that few sequences still feed all threads. More query tokens
-// (a prefill chunk) are worth widening a chunk of K (transposed) and V to float first. Spans
-// and tiles are cut by the sequence alone, so a result does not depend on its batch mates or
-// on the number of threads.
+// (a prefill chunk) are worth laying a chunk of K and V out first: widened to float, or in
+// bfloat16 for matrix units. Spans and items are cut by the sequence alone, so a result does not
+// depend on its batch mates or on the number of threads.
 
 #include <algorithm>
-#include <limits>
 #include <type_traits>
 #include <vector>
 
-#include "tiles.hpp"
-#include "vectors.hpp"
+#include "attention.hpp"
+#include "attention_tiles.hpp"
+#include "products.hpp"
 
 namespace {
 
-constexpr int kChunk = 128;      // keys scored at once
 constexpr int kAhead = 16;       // keys fetched before they are scored
 constexpr int kSpan = 512;       // keys of one item of a decode
-constexpr int kTileRows = 192;   // rows of one item of a prefill, about
-constexpr float kNever = -std::numeric_limits<float>::infinity();
-
-struct Args {
-  const void *q, *k, *v;            // [t, H, D] and [t, G, D], strided
-  void* out;                        // [t, H, D], contiguous
-  void *k_pages, *v_pages;          // [N, B, G, D]
-  const int32_t *query_start, *kv_len, *block_ids;
-  const int64_t* slots;             // null: K and V are stored already
-  int64_t q_strides[2], k_strides[2], v_strides[2];  // of token and head, in elements
-  int64_t num_tokens, num_seqs, blocks_per_seq;
-  int32_t num_heads, num_kv_heads, head_dim, block_size;
-  int32_t activation_dtype, cache_dtype;
-  int32_t window, num_threads;      // window 0: none
-  int32_t max_queries;              // sequences with more are left to somebody else
-  float score_scale, value_scale, softcap;  // softcap 0: none
-};
-
-struct Item {
-  int32_t seq, kv_head;
-  int32_t first_token, num_tokens;  // queries, counted within the sequence
-  int32_t first_key, end_key;
-  int32_t partial;                  // where an unfinished result goes; -1: finish here
-};
-
-struct Split {  // a decode whose spans must be put together
-  int32_t seq, kv_head, first_partial, num_partials;
-};
-
-size_t size_of(int32_t dtype) { return dtype == kFloat32 ? 4 : dtype == kFloat8 ? 1 : 2; }
-
-void widen(const void* from, int32_t dtype, int n, float* to) {
-  if (dtype == kFloat32) {
-    std::memcpy(to, from, n * sizeof(float));
-  } else if (dtype == kBFloat16) {
-    for (int i = 0; i < n; ++i) to[i] = to_float(static_cast<const BFloat16*>(from)[i]);
-  } else {
-    for (int i = 0; i < n; ++i) to[i] = to_float(static_cast<const Float16*>(from)[i]);
-  }
-}
-
-// `to` <- `from` * factor, rounded to nearest even.
-void narrow(const float* from, float factor, int32_t dtype, int n, void* to) {
-  if (dtype == kFloat32) {
-    for (int i = 0; i < n; ++i) static_cast<float*>(to)[i] = from[i] * factor;
-  } else if (dtype == kBFloat16) {
-    for (int i = 0; i < n; ++i) static_cast<BFloat16*>(to)[i] = to_bfloat16(from[i] * factor);
-  } else {
-    for (int i = 0; i < n; ++i) static_cast<_Float16*>(to)[i] = _Float16(from[i] * factor);
-  }
-}
-
-int whole(int n, int unit) { return (n + unit - 1) / unit * unit; }
-
-// Memory of one thread for one item. D is the head dimension padded to two whole vectors.
-struct Workspace {
-  int D, rows = 0;
-  std::vector<float> q, scores, out, best, sum, keys, values;
-  int64_t offset[kChunk];
-
-  void size_for(int head_dim, int num_rows) {
-    D = whole(head_dim, 2 * kLanes);
-    rows = num_rows;
-    q.assign(size_t(rows) * D, 0);
-    out.assign(size_t(rows) * D, 0);
-    scores.resize(size_t(rows) * kChunk);
-    best.assign(rows, kNever);
-    sum.assign(rows, 0);
-  }
-};
+constexpr int kItemRows = 192;   // of a prefill, about
+constexpr int kTiledRows = 256;  // the same on matrix units
+constexpr float kLog2OfE = 1.44269504f;
 
 template <class T>
 class Attention {
@@ -127,10 +60,9 @@ class Attention {
   int32_t num_partials_ = 0;
 
   void plan() {
-    const int tile = std::max(1, kTileRows / group_);
+    const int tile = std::max(1, (a_.tiled ? kTiledRows : kItemRows) / group_);
     for (int s = 0; s < a_.num_seqs; ++s) {
       const int queries = a_.query_start[s + 1] - a_.query_start[s], keys = a_.kv_len[s];
-      if (queries > a_.max_queries) continue;
       for (int g = 0; g < a_.num_kv_heads; ++g) {
         if (queries == 1) {
           plan_decode(s, g, keys);
@@ -185,13 +117,12 @@ class Attention {
   }
 
   void attend(const Item& item, Workspace& w) {
+    if constexpr (std::is_same_v<T, BFloat16>)
+      if (a_.tiled && item.num_tokens > 1) return attend_tiled(item, w);
     w.size_for(a_.head_dim, item.num_tokens * group_);
     load_queries(item, w);
     const bool direct = item.num_tokens == 1 && a_.head_dim % kLanes == 0;
-    if (!direct) {
-      w.keys.assign(size_t(w.D) * kChunk, 0);
-      w.values.assign(size_t(kChunk) * w.D, 0);
-    }
+    if (!direct) w.size_for_chunk();
     for (int key = item.first_key; key < item.end_key; key += kChunk) {
       const int count = std::min(kChunk, item.end_key - key);
       locate(item, key, count, w);
@@ -199,30 +130,70 @@ class Attention {
         for_rows([&](auto rows, int r) { score_rows<rows()>(count, w, r); });
       } else {
         widen_chunk(count, w);
-        multiply(w.q.data(), w.D, w.keys.data(), kChunk, w.scores.data(), kChunk, w.rows, w.D,
+        multiply(w.q, w.D, w.keys, kChunk, w.scores, kChunk, w.rows, w.D,
                  whole(count, 2 * kLanes), false);
       }
-      weigh(item, key, count, w);
+      for (int r = 0; r < w.rows; ++r) {
+        float* score = &w.scores[size_t(r) * kChunk];
+        weigh(item, key, count, 1.0f, r, score, w,
+              [=](int j, Floats weight) { store(score + j, weight); });
+      }
       if (direct) {
         for_rows([&](auto rows, int r) { add_rows<rows()>(count, w, r); });
       } else {
-        multiply(w.scores.data(), kChunk, w.values.data(), w.D, w.out.data(), w.D, w.rows, count,
-                 w.D, true);
+        multiply(w.scores, kChunk, w.values, w.D, w.out, w.D, w.rows, count, w.D, true);
       }
     }
     finish(item, w);
   }
 
+  void attend_tiled(const Item& item, Workspace& w) {
+    static thread_local TileLayout layout;
+    const Tiles units;
+    const int num_rows = item.num_tokens * group_;
+    w.size_for(a_.head_dim, whole(num_rows, kPair));
+    layout.size_for(a_.head_dim, w.rows);
+    for (int r = 0; r < num_rows; ++r)
+      layout.set_query(r, static_cast<const BFloat16*>(query(item, r)));
+    for (int key = item.first_key; key < item.end_key; key += kChunk) {
+      const int count = std::min(kChunk, item.end_key - key);
+      locate(item, key, count, w);
+      layout.set_keys(static_cast<const BFloat16*>(a_.k_pages),
+                      static_cast<const BFloat16*>(a_.v_pages), w.offset, count);
+      for (int first = 0; first < num_rows; first += kPair) {
+        const int last = std::min(first + kPair, num_rows) - 1;
+        const int seen = std::min(count, position_of(item, last) + 1 - key);
+        if (seen <= 0) continue;
+        layout.score(units, first, seen, w.scores);
+        for (int r = 0; r < kPair; ++r)
+          weigh(item, key, seen, score_scale(), first + r, &w.scores[size_t(r) * kChunk], w,
+                layout.weights_of(r, seen));
+        layout.add(units, seen, &w.out[size_t(first) * w.D]);
+      }
+    }
+    w.rows = num_rows;
+    finish(item, w);
+  }
+
+  float score_scale() const { return a_.score_scale * kLog2OfE; }
+
+  int position_of(const Item& item, int r) const {
+    const int queries = a_.query_start[item.seq + 1] - a_.query_start[item.seq];
+    return a_.kv_len[item.seq] - queries + item.first_token + r / group_;
+  }
+
+  const void* query(const Item& item, int r) const {
+    const int64_t t = a_.query_start[item.seq] + item.first_token + r / group_;
+    const int64_t h = item.kv_head * group_ + r % group_;
+    return static_cast<const char*>(a_.q) +
+           (t * a_.q_strides[0] + h * a_.q_strides[1]) * int64_t(size_of(a_.activation_dtype));
+  }
+
   void load_queries(const Item& item, Workspace& w) {
-    const size_t size = size_of(a_.activation_dtype);
     for (int r = 0; r < w.rows; ++r) {
-      const int64_t t = a_.query_start[item.seq] + item.first_token + r / group_;
-      const int64_t h = item.kv_head * group_ + r % group_;
-      const char* from = static_cast<const char*>(a_.q) +
-                         (t * a_.q_strides[0] + h * a_.q_strides[1]) * int64_t(size);
       float* row = &w.q[size_t(r) * w.D];
-      widen(from, a_.activation_dtype, a_.head_dim, row);
-      for (int d = 0; d < a_.head_dim; ++d) row[d] *= a_.score_scale;
+      widen(query(item, r), a_.activation_dtype, a_.head_dim, row);
+      for (int d = 0; d < a_.head_dim; ++d) row[d] *= score_scale();
     }
   }
 
@@ -235,39 +206,41 @@ class Attention {
     }
   }
 
-  // Scores become weights e^(score - best); what was summed before is scaled to the new best.
-  void weigh(const Item& item, int key, int count, Workspace& w) {
-    const int queries = a_.query_start[item.seq + 1] - a_.query_start[item.seq];
-    const int padded = whole(count, kLanes);
-    for (int r = 0; r < w.rows; ++r) {
-      float* score = &w.scores[size_t(r) * kChunk];
-      const int position = a_.kv_len[item.seq] - queries + item.first_token + r / group_;
-      const int begin = std::clamp(first_seen(position) - key, 0, count);
-      const int end = std::clamp(position + 1 - key, begin, count);
-      if (a_.softcap != 0)
-        for (int j = 0; j < padded; j += kLanes)
-          store(score + j, a_.softcap * tanh_of(load(score + j) / a_.softcap));
-      for (int j = 0; j < begin; ++j) score[j] = kNever;
-      for (int j = end; j < padded; ++j) score[j] = kNever;
-      Floats best = splat(w.best[r]);
-      for (int j = 0; j < padded; j += kLanes) best = max(best, load(score + j));
-      const float top = max_of(best);
-      if (top == kNever) {  // nothing seen yet, as before a window's begin
-        std::fill(score, score + padded, 0.0f);
-        continue;
-      }
-      const float faded = exp_of(splat(w.best[r] - top))[0];
-      Floats sum{};
-      for (int j = 0; j < padded; j += kLanes) {
-        const Floats weight = exp_of(load(score + j) - top);
-        store(score + j, weight);
-        sum += weight;
-      }
-      w.sum[r] = w.sum[r] * faded + sum_of(sum);
-      w.best[r] = top;
-      if (faded != 1.0f)
-        for (int d = 0; d < w.D; ++d) w.out[size_t(r) * w.D + d] *= faded;
+  // `put(j, weights)` is told what becomes of the scores of row r, times `scale`: weights
+  // 2^(score - best), up to a whole vector. What was summed before is scaled to the new best.
+  template <class Put>
+  void weigh(const Item& item, int key, int count, float scale, int r, float* score, Workspace& w,
+             Put put) const {
+    const int position = position_of(item, r), padded = whole(count, kLanes);
+    const int begin = std::clamp(first_seen(position) - key, 0, count);
+    const int end = std::clamp(position + 1 - key, begin, count);
+    if (const float cap = a_.softcap * kLog2OfE; cap != 0) {
+      for (int j = 0; j < padded; j += kLanes)
+        store(score + j, cap * tanh_of(load(score + j) * scale / cap));
+      scale = 1;
     }
+    for (int j = 0; j < begin; ++j) score[j] = kNever;
+    for (int j = end; j < padded; ++j) score[j] = kNever;
+    Floats best = splat(kNever);
+    for (int j = 0; j < padded; j += kLanes) best = max(best, load(score + j));
+    const float before = w.best[r], top = std::max(before, max_of(best) * scale);
+    if (top == kNever) {  // nothing seen yet, as before a window's begin
+      for (int j = 0; j < padded; j += kLanes) put(j, Floats{});
+      return;
+    }
+    if (top != before) {
+      const float faded = exp2_of(splat(before - top))[0];
+      w.best[r] = top;
+      w.sum[r] *= faded;
+      for (int d = 0; d < w.D; ++d) w.out[size_t(r) * w.D + d] *= faded;
+    }
+    Floats sum{};
+    for (int j = 0; j < padded; j += kLanes) {
+      const Floats weight = exp2_of(load(score + j) * scale - top);
+      put(j, weight);
+      sum += weight;
+    }
+    w.sum[r] += sum_of(sum);
   }
 
   // Calls `act` with the group's rows in turn, up to three at once: more sums than that times
@@ -281,7 +254,8 @@ class Attention {
   }
 
   // A head's K lie apart by a whole slot, which no hardware prefetcher follows: fetch those
-  // some keys ahead, and V of this chunk on the way.
+  // some keys ahead, and V of this chunk on the way. Inlined, because gcc drops a call of what
+  // changes nothing.
   [[gnu::always_inline]] void prefetch(const Workspace& w, int j, int count) const {
     const char *keys = static_cast<const char*>(a_.k_pages);
     const char *values = static_cast<const char*>(a_.v_pages);
@@ -361,7 +335,7 @@ class Attention {
       std::fill(out.begin(), out.end(), 0.0f);
       for (int i = 0; i < split.num_partials; ++i) {
         const float* p = part + i * next;
-        const float weight = exp_of(splat(p[0] - best))[0];
+        const float weight = exp2_of(splat(p[0] - best))[0];
         sum += weight * p[1];
         for (int d = 0; d < D; ++d) out[d] += weight * p[2 + d];
       }
@@ -378,6 +352,8 @@ class Attention {
 };
 
 }  // namespace
+
+extern "C" int32_t attention_has_tiles() { return has_tiles(); }
 
 extern "C" void paged_attention(const Args* args) {
   if (args->cache_dtype == kFloat32) Attention<float>(*args).run();

@@ -10,10 +10,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <new>
-#include <vector>
 
 #include "matrix_units.hpp"
+#include "memory.hpp"
 #include "vectors.hpp"
 
 namespace {
@@ -95,9 +94,8 @@ class VectorLinear : Linear<T> {
       : Linear<T>(args), tiles_(ratio_up(args.rows, kRows)) {}
 
   void run() {
-    static thread_local std::vector<float> x_scratch;
-    if (int64_t(x_scratch.size()) < a_.rows * a_.in) x_scratch.resize(a_.rows * a_.in);
-    x_ = x_scratch.data();
+    static thread_local Memory<float> scratch;
+    x_ = scratch.of(a_.rows * a_.in);
     // A few rows leave sums idle: two blocks at once keep the multipliers busy.
     const int64_t together = a_.rows <= 2 ? 2 : 1;
     // One tile is prepared before another thread would have met this one at a barrier.
@@ -196,7 +194,7 @@ class TileLinear : Linear<BFloat16> {
     groups = std::min(groups, blocks_);
 #pragma omp parallel num_threads(a_.num_threads)
     {
-      static thread_local Scratch scratch;
+      static thread_local Memory<BFloat16> scratch;
       BFloat16* x = scratch.of(2 * tile_row());
       int64_t prepared = -1;
       const Tiles units;
@@ -217,25 +215,6 @@ class TileLinear : Linear<BFloat16> {
 
  private:
   static constexpr int64_t kGroupElements = 5 << 17;  // 1.25 MB, of a cache of 2
-
-  class Scratch {  // tiles begin at cache lines
-   public:
-    ~Scratch() { free(); }
-    BFloat16* of(int64_t elements) {
-      if (elements > size_) {
-        free();
-        data_ = static_cast<BFloat16*>(
-            ::operator new(elements * sizeof(BFloat16), std::align_val_t(64)));
-        size_ = elements;
-      }
-      return data_;
-    }
-
-   private:
-    void free() { ::operator delete(data_, std::align_val_t(64)); }
-    BFloat16* data_ = nullptr;
-    int64_t size_ = 0;
-  };
 
   const int64_t tiles_deep_;
 
@@ -262,7 +241,7 @@ class TileLinear : Linear<BFloat16> {
   void multiply(const Tiles& units, const BFloat16* x, int64_t block, int64_t first) const {
     alignas(64) float sums[R * kTile * kColumns];
     const BFloat16* w = static_cast<const BFloat16*>(a_.packed) + block * 2 * tile_row();
-    units.multiply<R>(x, w, tiles_deep_, sums);
+    units.multiply<R, true>(x, w, tiles_deep_, sums, kColumns);
     finish(sums, std::min<int64_t>(R * kTile, a_.rows - first), block, first);
   }
 };

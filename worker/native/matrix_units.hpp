@@ -39,22 +39,35 @@ class Tiles {
   ~Tiles() { _tile_release(); }
   Tiles(const Tiles&) = delete;
 
-  // c[R tiles of rows][2 * kTile] = a b, where `a` has `tiles_deep` tiles for each of its R tiles
-  // of rows, one after the other, and `b` a left and a right tile for each of them. Each tile that
-  // is loaded serves two products if R is 2; loading would take the longest otherwise.
-  template <int R>
-  void multiply(const BFloat16* a, const BFloat16* b, int64_t tiles_deep, float* c) const {
-    constexpr int kRowBytes = kTileDepth * sizeof(BFloat16), kSumBytes = 2 * kTile * sizeof(float);
+  // c[R tiles of rows][2 * kTile] (+)= a b. Each of R tiles of rows of `a` is `deep` tiles, one
+  // after the other, and `b` a left and a right tile for each of them; rows of c are `c_stride`
+  // apart. Each tile that is loaded serves two products if R is 2; loading would take the longest
+  // otherwise.
+  template <int R, bool kFetch = false>
+  void multiply(const BFloat16* a, const BFloat16* b, int64_t deep, float* c, int64_t c_stride,
+                bool add = false) const {
+    constexpr int kRowBytes = kTileDepth * sizeof(BFloat16);
     constexpr int kAhead = 4 * kTileElements;  // far enough for memory to answer
-    const BFloat16* lower = a + tiles_deep * kTileElements;
+    const int64_t sum_bytes = c_stride * sizeof(float);
+    const BFloat16* lower = a + deep * kTileElements;
     asm volatile("" ::: "memory");  // the compiler is not told that tiles are loaded from memory
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t k = 0; k < tiles_deep; ++k) {
-      for (int line = 0; line < 2 * kTileElements; line += kTileDepth)
-        __builtin_prefetch(b + kAhead + line);
+    if (add) {
+      _tile_loadd(0, c, sum_bytes);
+      _tile_loadd(1, c + kTile, sum_bytes);
+      if (R == 2) {
+        _tile_loadd(2, c + kTile * c_stride, sum_bytes);
+        _tile_loadd(3, c + kTile * c_stride + kTile, sum_bytes);
+      }
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int64_t k = 0; k < deep; ++k) {
+      if (kFetch)
+        for (int line = 0; line < 2 * kTileElements; line += kTileDepth)
+          __builtin_prefetch(b + kAhead + line);
       _tile_loadd(4, a, kRowBytes);
       _tile_loadd(6, b, kRowBytes);
       _tile_loadd(7, b + kTileElements, kRowBytes);
@@ -69,11 +82,11 @@ class Tiles {
       lower += kTileElements;
       b += 2 * kTileElements;
     }
-    _tile_stored(0, c, kSumBytes);
-    _tile_stored(1, c + kTile, kSumBytes);
+    _tile_stored(0, c, sum_bytes);
+    _tile_stored(1, c + kTile, sum_bytes);
     if (R == 2) {
-      _tile_stored(2, c + 2 * kTile * kTile, kSumBytes);
-      _tile_stored(3, c + 2 * kTile * kTile + kTile, kSumBytes);
+      _tile_stored(2, c + kTile * c_stride, sum_bytes);
+      _tile_stored(3, c + kTile * c_stride + kTile, sum_bytes);
     }
   }
 };
@@ -84,7 +97,7 @@ inline bool has_tiles() { return false; }
 
 struct Tiles {
   template <int R>
-  void multiply(const BFloat16*, const BFloat16*, int64_t, float*) const {}
+  void multiply(const BFloat16*, const BFloat16*, int64_t, float*, int64_t, bool = false) const {}
 };
 
 #endif

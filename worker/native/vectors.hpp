@@ -168,9 +168,11 @@ inline void store(T* p, Floats x, int64_t n) {
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
 inline float sum_of(Floats x) {
-  float sum = 0;
-  for (int i = 0; i < kLanes; ++i) sum += x[i];
-  return sum;
+  typedef float Four __attribute__((vector_size(16)));
+  Four part[kLanes / 4];
+  std::memcpy(part, &x, sizeof part);
+  for (int i = 1; i < kLanes / 4; ++i) part[0] += part[i];
+  return (part[0][0] + part[0][1]) + (part[0][2] + part[0][3]);
 }
 
 template <class T>
@@ -213,9 +215,40 @@ inline void sums_of_4(Floats a, Floats b, Floats c, Floats d, float* to) {
 }
 
 inline float max_of(Floats x) {
-  float best = x[0];
-  for (int i = 1; i < kLanes; ++i) best = x[i] > best ? x[i] : best;
-  return best;
+  typedef float Four __attribute__((vector_size(16)));
+  Four part[kLanes / 4];
+  std::memcpy(part, &x, sizeof part);
+  for (int i = 1; i < kLanes / 4; ++i) part[0] = part[0] > part[i] ? part[0] : part[i];
+  const float left = part[0][0] > part[0][1] ? part[0][0] : part[0][1];
+  const float right = part[0][2] > part[0][3] ? part[0][2] : part[0][3];
+  return left > right ? left : right;
+}
+
+// 2^x, relative error about 1e-7, for x up to 127; 0 below -126.
+inline Floats exp2_of(Floats x) {
+  const Floats low = splat(-126.0f);
+  const Floats bounded = max(x, low);
+#if defined(__AVX512F__)
+  const Floats n = (Floats)_mm512_roundscale_ps((__m512)bounded, 0);
+#else
+  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats n = (bounded + magic) - magic;
+#endif
+  const Floats f = bounded - n;
+  Floats p = splat(1.3218672482e-3f);
+  p = p * f + 9.6716979384e-3f;
+  p = p * f + 5.5508929525e-2f;
+  p = p * f + 2.4022238003e-1f;
+  p = p * f + 6.9314685594e-1f;
+  p = p * f + 1.0f;
+#if defined(__AVX512F__)
+  const __mmask16 is_low = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_LT_OQ);
+  return (Floats)_mm512_maskz_scalef_ps(~is_low, (__m512)p, (__m512)n);
+#else
+  const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+  const Floats result = p * (Floats)power;
+  return x < low ? Floats{} : result;
+#endif
 }
 
 // e^x, relative error about 1e-7, for x up to 88; 0 below -87.
