@@ -25,6 +25,16 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Pa
     native.load.cache_clear()
 
 
+def compile_kernel(name: str, *options: str) -> str:
+    """What the compiler prints, with `options` after those of a build."""
+    compiler = next(path for path in map(shutil.which, native._COMPILERS) if path)
+    source = Path(native.__file__).with_name(f"{name}.cpp")
+    command = [compiler, *native._FLAGS, *options, str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def built(folder: Path) -> list[Path]:
     return sorted((folder / "native").glob("*.so"))
 
@@ -39,12 +49,20 @@ def test_a_kernel_is_built_once(empty_cache: Path) -> None:
     assert library.stat().st_mtime_ns == made
 
 
+OTHER_CPUS = ("x86-64-v3", "skylake-avx512") if platform.machine() == "x86_64" else ("native",)
+KERNELS = sorted(path.stem for path in Path(native.__file__).parent.glob("*.cpp"))
+
+
+@pytest.mark.parametrize("cpu", OTHER_CPUS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_compile_for_other_cpus(name: str, cpu: str) -> None:
+    """They choose by what a CPU has; what is not chosen here nobody would compile."""
+    compile_kernel(name, f"-march={cpu}", "-fsyntax-only")
+
+
 def test_fetching_ahead_is_not_optimized_away() -> None:
     """gcc drops calls of a function that does nothing but prefetch, if it is not inlined."""
-    compiler = next(path for path in map(shutil.which, native._COMPILERS) if path)
-    source = Path(native.__file__).with_name("attention.cpp")
-    command = [compiler, *native._FLAGS, "-S", str(source), "-o", "-"]
-    assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assembly = compile_kernel("attention", "-S", "-o", "-")
     assert {"x86_64": "prefetcht0", "aarch64": "prfm"}[platform.machine()] in assembly
 
 

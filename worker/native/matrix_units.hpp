@@ -96,7 +96,7 @@ class Tiles {
 inline bool has_tiles() { return false; }
 
 struct Tiles {
-  template <int R>
+  template <int R, bool kFetch = false>
   void multiply(const BFloat16*, const BFloat16*, int64_t, float*, int64_t, bool = false) const {}
 };
 
