@@ -25,6 +25,12 @@ def backend(request: pytest.FixtureRequest) -> AttentionBackend:
     return backend_named(request.param)
 
 
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Of model and cache: CPUs with matrix units compute prompts in bfloat16 another way."""
+    return request.param
+
+
 # Of values of order 1, as the output is rounded: float32 keeps 24 bits, float16 11, bfloat16 8.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 # Of a cache against one that rounds nothing: float8 keeps 4 bits of each key and value.
@@ -54,13 +60,18 @@ def check(backend: AttentionBackend, case: Case, rule: AttentionRule | None = No
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 2), (8, 1)], ids=str)
-def test_group_sizes(backend: AttentionBackend, heads: tuple[int, int]) -> None:
-    check(backend, make_case(MIXED, num_heads=heads[0], num_kv_heads=heads[1], head_dim=64))
+def test_group_sizes(backend: AttentionBackend, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    num_heads, num_kv_heads = heads
+    case = make_case(
+        MIXED, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=64, dtype=dtype
+    )
+    check(backend, case)
 
 
 @pytest.mark.parametrize("head_dim", [8, 20, 48, 64, 80, 128, 256])
-def test_head_dimensions(backend: AttentionBackend, head_dim: int) -> None:
-    check(backend, make_case(MIXED, num_heads=3, num_kv_heads=1, head_dim=head_dim))
+def test_head_dimensions(backend: AttentionBackend, head_dim: int, dtype: torch.dtype) -> None:
+    pieces = (*MIXED, Piece(600, 70))
+    check(backend, make_case(pieces, num_heads=3, num_kv_heads=1, head_dim=head_dim, dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -116,21 +127,21 @@ def test_what_a_rounded_cache_loses(backend: AttentionBackend, cache_dtype: torc
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 32, 100])
-def test_block_sizes(backend: AttentionBackend, block_size: int) -> None:
-    check(
-        backend,
-        make_case(MIXED, num_heads=4, num_kv_heads=2, head_dim=32, block_size=block_size),
+def test_block_sizes(backend: AttentionBackend, block_size: int, dtype: torch.dtype) -> None:
+    case = make_case(
+        MIXED, num_heads=4, num_kv_heads=2, head_dim=32, block_size=block_size, dtype=dtype
     )
+    check(backend, case)
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 100, 5000])
-def test_sliding_windows(backend: AttentionBackend, window: int) -> None:
-    case = make_case(MIXED, num_heads=4, num_kv_heads=2, head_dim=32)
+def test_sliding_windows(backend: AttentionBackend, window: int, dtype: torch.dtype) -> None:
+    case = make_case(MIXED, num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype)
     check(backend, case, AttentionRule(32**-0.5, window=window))
 
 
-def test_softcap_and_scale(backend: AttentionBackend) -> None:
-    case = make_case(MIXED, num_heads=4, num_kv_heads=2, head_dim=32)
+def test_softcap_and_scale(backend: AttentionBackend, dtype: torch.dtype) -> None:
+    case = make_case(MIXED, num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype)
     check(backend, case, AttentionRule(0.7, softcap=3.0))
     check(backend, case, AttentionRule(0.7, window=9, softcap=50.0))
 
@@ -184,11 +195,11 @@ def test_the_result_is_the_same_alone_and_in_a_batch(
     assert torch.equal(found, batch[part])
 
 
-def test_threads_do_not_change_the_bits() -> None:
+def test_threads_do_not_change_the_bits(dtype: torch.dtype) -> None:
     backend = backend_named("cpu")
     results = []
     for num_threads in (1, 2, 3):
-        case = make_case(MIXED, num_heads=6, num_kv_heads=2, head_dim=64)
+        case = make_case(MIXED, num_heads=6, num_kv_heads=2, head_dim=64, dtype=dtype)
         torch.set_num_threads(num_threads)
         try:
             results.append(

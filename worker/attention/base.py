@@ -51,6 +51,7 @@ class AttentionRule:
     """What a layer's attention computes: softmax(cap(q . k * scale)) . v over what it may see."""
 
     scale: float
+    """Positive."""
     window: int | None = None
     """Position i sees i - window + 1 .. i; None: 0 .. i."""
     softcap: float | None = None

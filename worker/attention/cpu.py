@@ -43,7 +43,9 @@ class CpuAttention:
         self._kernel = library.paged_attention
         self._kernel.argtypes = [ctypes.POINTER(_Args)]
         self._kernel.restype = None
-        self._tiled = bool(library.attention_has_tiles()) if tiled is None else tiled
+        can_tile = bool(library.attention_has_tiles())
+        assert can_tile or not tiled, "no matrix units here"
+        self._tiled = can_tile if tiled is None else tiled
         self._batch: AttentionBatch | None = None
         self._args = _Args()
 

@@ -128,7 +128,9 @@ class PackedLinear:
         """
         self._run = _linear_library().linear
         columns = _linear_library().packed_columns()
-        self._tiled = has_matrix_units(weight_OI.dtype) if tiled is None else tiled
+        can_tile = has_matrix_units(weight_OI.dtype)
+        assert can_tile or not tiled, f"no matrix units for {weight_OI.dtype} here"
+        self._tiled = can_tile if tiled is None else tiled
         self._packed = _pack(weight_OI, columns, gated, self._tiled)
         # The kernel reads these vectors in float32 whatever the dtype of the weights.
         self._bias = None
@@ -149,6 +151,7 @@ class PackedLinear:
         """Both inputs have the dtype of the weights, and no gaps within a row."""
         assert x_tI.dtype == self._packed.dtype, f"{x_tI.dtype} times {self._packed.dtype}"
         assert x_tI.shape[1] == self._in_width
+        assert x_tI.stride(1) == 1 or self._in_width == 1
         y_tO = torch.empty((x_tI.shape[0], self._out_width), dtype=x_tI.dtype)
         args = _LinearArgs(
             x_tI.data_ptr(),

@@ -24,7 +24,7 @@ class _FastLinear(nn.Module):
         self.weight = weight_OI.new_full((), torch.nan).expand(weight_OI.shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        y_tO = self._linear(x.reshape(-1, self.in_features))
+        y_tO = self._linear(x.reshape(-1, self.in_features).contiguous())
         return y_tO.view(*x.shape[:-1], self.out_features)
 
 

@@ -22,6 +22,7 @@ from worker.models.cpu_kernels import (
     has_kernel,
     has_matrix_units,
 )
+from worker.models.faster_modules import exchange_linears
 from worker.models.linear import (
     PlainLinear,
     ReorderedLinear,
@@ -43,7 +44,8 @@ SHAPES = [(1, 64, 48), (2, 70, 33), (3, 7, 5), (6, 64, 31), (13, 96, 64), (40, 6
 
 PACKED = [(dtype, False) for dtype in DTYPES]
 """Every form of our kernel that this CPU has: dtype, and whether it is for matrix units."""
-PACKED += [(dtype, True) for dtype in DTYPES if has_matrix_units(dtype)]
+if has_kernel("linear"):
+    PACKED += [(dtype, True) for dtype in DTYPES if has_matrix_units(dtype)]
 
 Kind = Callable[..., Any]
 
@@ -171,12 +173,16 @@ def test_no_rows() -> None:
     assert PackedLinear(random(40, 64, dtype=torch.float32))(torch.empty(0, 64)).shape == (0, 40)
 
 
-def test_another_dtype_or_width_is_caught_before_memory_is_read() -> None:
+def test_what_does_not_fit_is_caught_before_memory_is_read() -> None:
     layer = PackedLinear(random(40, 64, dtype=torch.bfloat16))
     with pytest.raises(AssertionError):
         layer(torch.ones(1, 64))
     with pytest.raises(AssertionError):
         layer(torch.ones(1, 63, dtype=torch.bfloat16))
+    with pytest.raises(AssertionError):
+        layer(torch.ones(64, 2, dtype=torch.bfloat16).T)
+    with pytest.raises(AssertionError):
+        PackedLinear(random(40, 64, dtype=torch.float32), tiled=True)
 
 
 def test_extreme_gates_are_finite() -> None:
@@ -245,3 +251,13 @@ def test_weights_are_held_once(size: int, tmp_path: Path) -> None:
 
         held += sum(run_ranks(size, load))
     assert 0.98 * stored <= held <= 1.10 * stored
+
+
+def test_an_exchanged_linear_takes_input_in_any_order() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 40, bias=False))
+    weight, x = random(40, 64, dtype=torch.float32), random(1, 64, 3, dtype=torch.float32)
+    model[0].weight.data.copy_(weight)
+    exchange_linears(model)
+    with torch.inference_mode():
+        found = model(x.transpose(1, 2))
+    torch.testing.assert_close(found, F.linear(x.transpose(1, 2), weight))
