@@ -108,9 +108,15 @@ class RayEngineCalls:
                 await asyncio.sleep(_PAUSE_SECONDS)
             except (ray.exceptions.RayActorError, CoreCrashedError) as error:
                 if self._scheduler is scheduler:
-                    self._scheduler = None
-                    self._lost_id = self._scheduler_id
+                    self._lose()
                 raise EngineLostError(_LOST) from error
+
+    def _lose(self) -> None:
+        """Our scheduler died. Its successor may have been shown to us before we noticed."""
+        self._scheduler = None
+        self._lost_id = self._scheduler_id
+        if self._view is not None:
+            self._take(self._view)
 
     def _check_not_replaced(self) -> None:
         if self._view is not None and self._view.fingerprint != self._spec.fingerprint:
@@ -121,7 +127,7 @@ class RayEngineCalls:
         view = self._view
         if view is None:
             return EngineInfo(EngineState.STARTING, "the supervisor has not answered yet")
-        if view.scheduler_id == self._lost_id and view.info.is_ready:
+        if view.info.is_ready:  # the supervisor does not know yet
             return EngineInfo(EngineState.RECOVERING, _LOST)
         return view.info
 
